@@ -7,9 +7,10 @@ notebook does not wait for torch and a rank never loads the widgets.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from axon_nb._version import __version__
+from axon_nb.lazy import lazy_names
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -56,40 +57,18 @@ __all__ = [
     "unload_ipython_extension",
 ]
 
-_NAMES_BY_MODULE = {
-    "axon_nb.cluster": ("CellResult", "Cluster", "attach", "start"),
-    "axon_nb.comm.calls": ("calls",),
-    "axon_nb.engine.elastic.resize": ("on_resize",),
-    "axon_nb.errors": (
-        "AxonError",
-        "CellError",
-        "CellInterrupt",
-        "CellTimeoutError",
-        "ClusterLostError",
-        "NoClusterError",
-        "StartError",
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "cluster": "CellResult Cluster attach start",
+        "comm.calls": "calls",
+        "engine.elastic.resize": "on_resize",
+        "errors": "AxonError CellError CellInterrupt CellTimeoutError ClusterLostError NoClusterError StartError "
         "UsageError",
-    ),
-    "axon_nb.records.training.job": ("log", "progress"),
-}
-_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name from its module on first use, and cache it."""
-    if name == "show":
-        return import_module("axon_nb.show")
-    module = _MODULE_OF.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(module), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """List all public names, including those not imported yet."""
-    return sorted(__all__)
+        "records.training.job": "log progress",
+        "show": "show",
+    },
+)
 
 
 def current_cluster() -> Cluster:

@@ -264,7 +264,7 @@ check("3.2")
 # that, and so does our GPT, on a GPU and here. Here is the same ratio for a block of our GPT:
 
 # %%
-from axon_nb.parallel.models.gpt import Block
+from axon_nb.parallel.models import Block
 
 thrifty = Block(hidden=32, heads=4)
 print(f"four times the text: {kept(thrifty, 256) / kept(thrifty, 64):.1f} times the bytes")
@@ -302,7 +302,7 @@ predict("3.d", mib_made_by_a_step=...)
 # %%
 # %%distributed --quiet --out lean_curves
 from axon_nb.parallel import checkpoint_blocks
-from axon_nb.parallel.models.gpt import Block
+from axon_nb.parallel.models import Block
 
 torch.manual_seed(0)
 lean = GPT(config).to(device)

@@ -190,7 +190,7 @@ check("6.1", on="ranks")
 # %%
 import inspect
 
-from axon_nb.parallel.models.gpt import Attention
+from axon_nb.parallel.models import Attention
 
 print(inspect.getsource(Attention))
 

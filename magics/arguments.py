@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from axon_nb.errors import UsageError
 from axon_nb.records.commands import COMMANDS
-from axon_nb.usage import nearest_option
+from axon_nb.usage import CommandParser, nearest_option
 
 EXAMPLES = {
     "%%distributed": "%%distributed --ranks 0-1 --time    and below it: dist.all_reduce(torch.ones(8))",
@@ -59,7 +59,7 @@ def example_of(prog: str) -> str:
     return f"\n\nexample:\n  {example}" if example else ""
 
 
-class LineParser(argparse.ArgumentParser):
+class LineParser(CommandParser):
     """An argument parser that raises UsageError with one sentence instead of exiting."""
 
     def __init__(self, prog: str, description: str) -> None:
@@ -72,10 +72,6 @@ class LineParser(argparse.ArgumentParser):
     def help(self) -> str:
         """Return the help with an example."""
         return self.format_help().rstrip() + example_of(self.prog)
-
-    def options(self) -> list[str]:
-        """Return all option strings."""
-        return [option for action in self._actions for option in action.option_strings]
 
 
 def command(parser: Callable[[], LineParser]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

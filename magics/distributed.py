@@ -26,7 +26,7 @@ from axon_nb.cluster.settings import seconds
 from axon_nb.cluster.transfer import load_session, save_session, seed
 from axon_nb.errors import AxonError, CellInterrupt, UsageError
 from axon_nb.magics.arguments import LineParser, command, raw_command
-from axon_nb.records.commands import COMMANDS
+from axon_nb.records.commands import COMMANDS, integer
 from axon_nb.records.ranks import name_ranks, resolve_ranks
 from axon_nb.records.slowness import SlowLink, Slowness
 from axon_nb.troubleshooting import explain
@@ -284,16 +284,9 @@ def import_script(options: argparse.Namespace) -> None:
     print(script.import_script(Path(options.script).expanduser(), out, arguments=options.args, force=options.force))
 
 
-def _number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be an integer; got {text!r}") from None
-
-
 def _start_parser() -> LineParser:
     parser = LineParser("%distributed start", "Start a cluster.")
-    parser.add_argument("-n", type=_number, default=None, help="number of ranks")
+    parser.add_argument("-n", type=integer, default=None, help="number of ranks")
     parser.add_argument("--devices", default="auto", help="auto, cpu, or GPU numbers such as 2,5")
     parser.add_argument("--backend", default="auto", help="auto, shm, gloo or nccl")
     parser.add_argument("--engines", default=None, help="axon: forked ranks (the default), or local: plain processes")
@@ -325,19 +318,19 @@ def _config_parser() -> LineParser:
 
 def _resize_parser() -> LineParser:
     parser = LineParser("%distributed resize", "Change the number of ranks; models and variables are carried over.")
-    parser.add_argument("n", type=_number, metavar="N", help="number of ranks afterwards")
+    parser.add_argument("n", type=integer, metavar="N", help="number of ranks afterwards")
     return parser
 
 
 def _undo_parser() -> LineParser:
     parser = LineParser("%distributed undo", "Take back the last cells on all their ranks, bit for bit.")
-    parser.add_argument("count", nargs="?", type=_number, default=1, metavar="K", help="how many cells (default: 1)")
+    parser.add_argument("count", nargs="?", type=integer, default=1, metavar="K", help="how many cells (default: 1)")
     return parser
 
 
 def _sync_parser() -> LineParser:
     parser = LineParser("%distributed sync", "Copy models, optimizers and schedulers of one rank to all.")
-    parser.add_argument("--from", dest="source", type=_number, default=0, metavar="R", help="copy R's (default: 0)")
+    parser.add_argument("--from", dest="source", type=integer, default=0, metavar="R", help="copy R's (default: 0)")
     parser.add_argument("names", nargs="*", help="which variables (default: all that can be copied)")
     return parser
 

@@ -26,6 +26,8 @@ Rooms: all of them. Boxes are folders, round ends are single files. An arrow poi
 imported; arrows that a longer path implies are left out. `scripts/rooms.py` writes this page.
 """
 
+SESSION = "axon_nb.engine.session"
+"""Names, for the type checker, the classes of what it holds, which are above it."""
 Arrows = dict[str, set[str]]
 """By room or file what it imports, by their names inside the package."""
 
@@ -82,6 +84,10 @@ def rooms_table(root: Path) -> str:
 def render() -> str:
     """Render `docs/design/rooms.md`."""
     graph = grimp.build_graph("axon_nb", cache_dir=None)
+    loaded = grimp.build_graph("axon_nb", cache_dir=None, exclude_type_checking_imports=True)
+    own = loaded.find_modules_directly_imported_by(SESSION)
+    for imported in graph.find_modules_directly_imported_by(SESSION) - own:
+        graph.remove_import(importer=SESSION, imported=imported)
     parts = [f"## `{package}`\n\n{draw(graph, package)}" for package in PACKAGES]
     return "\n\n".join([HEAD.rstrip(), *parts, "## All rooms", rooms_table(ROOT / "axon_nb")]) + "\n"
 

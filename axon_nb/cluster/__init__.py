@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from axon_nb.lazy import lazy_names
 
 __all__ = ["CellHandle", "CellResult", "Cluster", "attach", "current", "restart", "start"]
 
-_HOMES = {
-    "CellHandle": "axon_nb.cluster.cells.driver",
-    "CellResult": "axon_nb.cluster.cells.result",
-    "Cluster": "axon_nb.cluster.cluster",
-    "attach": "axon_nb.cluster.session.clusters",
-    "current": "axon_nb.cluster.session.current",
-    "restart": "axon_nb.cluster.session.clusters",
-    "start": "axon_nb.cluster.session.clusters",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "current":
-        return importlib.import_module("axon_nb.cluster.session.current")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "cells.driver": "CellHandle",
+        "cells.result": "CellResult",
+        "cluster": "Cluster",
+        "session.clusters": "attach restart start",
+        "session.current": "current",
+    },
+)

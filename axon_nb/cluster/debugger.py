@@ -13,13 +13,7 @@ from IPython.core.error import StdinNotImplementedError
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.cluster.rpc import request_all
 from axon_nb.errors import UsageError
-from axon_nb.records.protocol.inspection import (
-    DebuggerCommand,
-    DebuggerLine,
-    DebuggerStart,
-    FailureRequest,
-    PausedEvent,
-)
+from axon_nb.records.protocol import inspection as protocol
 from axon_nb.records.protocol.wire import RankCall, cell_source
 from axon_nb.records.ranks import name_ranks, resolve_ranks
 
@@ -50,7 +44,7 @@ class BreakpointPrompt:
 
     def __init__(self, read: Callable[[str], str] = input) -> None:
         self._read = read
-        self._paused: dict[int, PausedEvent] = {}
+        self._paused: dict[int, protocol.PausedEvent] = {}
         self._changed_at = 0.0
         """When a rank last paused, or a command was sent."""
         self._rank = -1
@@ -61,7 +55,7 @@ class BreakpointPrompt:
         """The last command, which an empty line repeats."""
         self._announced = ""
 
-    def on_paused(self, rank: int, event: PausedEvent) -> None:
+    def on_paused(self, rank: int, event: protocol.PausedEvent) -> None:
         """Note that a rank waits for a command; called from the IO thread."""
         self._paused[rank] = event
         self._asked.discard(rank)
@@ -160,7 +154,7 @@ class BreakpointPrompt:
                 continue
             if not is_move:
                 self._asked.add(rank)
-            run.request(rank, DebuggerLine(run.token, event.number, line))
+            run.request(rank, protocol.DebuggerLine(run.token, event.number, line))
 
 
 def _is_ending(run: CellRun) -> bool:
@@ -184,7 +178,7 @@ class PostMortem:
         selection = None if ranks is None else resolve_ranks(ranks, state.world_size)
         if selection is not None and len(selection) > 1:
             raise UsageError(f"--ranks {ranks}: the debugger opens on one rank at a time.")
-        replies = request_all(state.client, state.live_ranks, FailureRequest(), timeout_s=_REPLY_TIMEOUT_S)
+        replies = request_all(state.client, state.live_ranks, protocol.FailureRequest(), timeout_s=_REPLY_TIMEOUT_S)
         failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure}
         self.rank = selection[0] if selection else min(failures, default=0)
         if self.rank in state.health.dead:
@@ -204,12 +198,12 @@ class PostMortem:
 
     def start(self) -> str:
         """Open the debugger; return the location of the failure, as the debugger shows it."""
-        location, _ = self._call(DebuggerStart())
+        location, _ = self._call(protocol.DebuggerStart())
         return str(location)
 
     def command(self, line: str) -> tuple[str, bool]:
         """Run one command; return its output, and whether it ended the debugger."""
-        value, printed = self._call(DebuggerCommand(line))
+        value, printed = self._call(protocol.DebuggerCommand(line))
         shown, ended = value if isinstance(value, tuple) else ("", True)
         return f"{printed}{shown}", bool(ended)
 

@@ -31,23 +31,10 @@ from ipyparallel.serialize import serialize_object
 from zmq.eventloop.zmqstream import ZMQStream
 
 from axon_nb.errors import AxonError, StartError
+from axon_nb.records.protocol import wire
 from axon_nb.records.protocol.cells import execute_content
 from axon_nb.records.protocol.inspection import TelemetryEvent, WaitsRequest
 from axon_nb.records.protocol.recovery import DirectRequest
-from axon_nb.records.protocol.wire import (
-    REFUSAL,
-    REPLY,
-    ProtocolError,
-    RankCall,
-    Request,
-    arguments_of,
-    decode,
-    decode_reply,
-    encode,
-    message_type,
-    pack,
-    perform,
-)
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.waits import RankWaits
 
@@ -55,7 +42,7 @@ R = TypeVar("R")
 _QUERY_INTERVAL_S = 0.5
 _ENGINE = re.compile(rb"engine\.(\d+)\.")
 """The topic of an engine's output."""
-_TELEMETRY = message_type(TelemetryEvent)
+_TELEMETRY = wire.message_type(TelemetryEvent)
 _serializers_lock = threading.Lock()
 """ipyparallel completes its table of serializers on first use, which fails if two threads do it at once."""
 _FORGET_TIMEOUT_S = 2.0
@@ -216,14 +203,14 @@ class RankClient(ipp.Client):
         for message_id in message_ids:
             self._cells.pop(message_id, None)
 
-    def request(self, rank: int, request: Request[R]) -> Answer[R]:
+    def request(self, rank: int, request: wire.Request[R]) -> Answer[R]:
         """Send a request on a rank's control channel, which replies even if the main thread is stuck.
 
         Raises:
             KeyError: the rank is not registered.
         """
         kind = type(request)
-        return Answer(kind, self._send_control(rank, message_type(kind), pack(encode(request))))
+        return Answer(kind, self._send_control(rank, wire.message_type(kind), wire.pack(wire.encode(request))))
 
     def _send_control(self, rank: int, msg_type: str, content: dict[str, Any] | bytes) -> Any:
         return self._send(self._control_stream, msg_type, content=content, ident=self._engines[rank].encode())
@@ -292,7 +279,7 @@ class RankClient(ipp.Client):
                 handler.on_output(rank, msg_type, message["content"], message["metadata"])
         elif msg_type == _TELEMETRY:
             if self._on_telemetry is not None:
-                self._on_telemetry(decode(TelemetryEvent, message["content"]))
+                self._on_telemetry(wire.decode(TelemetryEvent, message["content"]))
         elif (match := _ENGINE.match(idents[0] if idents else b"")) and is_from_cell:
             self._on_output(int(match.group(1)), msg_type, message["content"])
         else:
@@ -354,7 +341,7 @@ class Answer(Generic[R_co]):
         future: ipyparallel's future of the whole message.
     """
 
-    def __init__(self, kind: type[Request[R_co]], future: Any) -> None:
+    def __init__(self, kind: type[wire.Request[R_co]], future: Any) -> None:
         self._kind = kind
         self._future = future
 
@@ -381,18 +368,18 @@ class Answer(Generic[R_co]):
         """
         message = self._future.result(timeout_s)
         kind, content = message["header"]["msg_type"], message["content"]
-        if kind == REFUSAL:
+        if kind == wire.REFUSAL:
             raise RefusedError(content["reason"])
-        if kind != REPLY:
+        if kind != wire.REPLY:
             reason = content.get("reason", f"it sent {kind}")
-            raise ProtocolError(f"{self._kind.__name__} failed on the rank: {reason}")
-        return decode_reply(self._kind, content)
+            raise wire.ProtocolError(f"{self._kind.__name__} failed on the rank: {reason}")
+        return wire.decode_reply(self._kind, content)
 
     def reply(self) -> R_co | None:
         """Return the reply; None if it has not arrived, or the rank refused or failed."""
         try:
             return self.result() if self.done() else None
-        except (RefusedError, ProtocolError):
+        except (RefusedError, wire.ProtocolError):
             return None
 
     def add_done_callback(self, callback: Callable[[Answer[R_co]], None]) -> None:
@@ -422,12 +409,12 @@ class Replies(dict[int, R]):
         ]
 
 
-def request_all(client: RankClient, ranks: Iterable[int], request: Request[R], *, timeout_s: float) -> Replies[R]:
+def request_all(client: RankClient, ranks: Iterable[int], request: wire.Request[R], *, timeout_s: float) -> Replies[R]:
     """Send one control request to all `ranks`; return the replies of those that reply within `timeout_s` seconds."""
     return request_each(client, dict.fromkeys(ranks, request), timeout_s=timeout_s)
 
 
-def request_each(client: RankClient, requests: Mapping[int, Request[R]], *, timeout_s: float) -> Replies[R]:
+def request_each(client: RankClient, requests: Mapping[int, wire.Request[R]], *, timeout_s: float) -> Replies[R]:
     """Send each rank its own control request; return the replies as `request_all` does."""
     answers: dict[int, Answer[R]] = {}
     for rank, request in requests.items():
@@ -441,7 +428,7 @@ def request_each(client: RankClient, requests: Mapping[int, Request[R]], *, time
                 replies[rank] = answer.result()
             except RefusedError as refusal:
                 replies.refused[rank] = str(refusal)
-            except ProtocolError as error:
+            except wire.ProtocolError as error:
                 replies.failed[rank] = str(error)
     return replies
 
@@ -452,9 +439,11 @@ def request_waits(client: RankClient, ranks: Iterable[int], *, timeout_s: float 
     return {rank: reply.waits for rank, reply in replies.items()}
 
 
-def call(client: RankClient, rank: int, rank_call: RankCall[R]) -> Future[R]:
+def call(client: RankClient, rank: int, rank_call: wire.RankCall[R]) -> Future[R]:
     """Make a call on one rank once its main thread is free; return a future of the result."""
-    result: Future[Any] = client.direct_view(rank).apply_async(perform, type(rank_call), arguments_of(rank_call))
+    result: Future[Any] = client.direct_view(rank).apply_async(
+        wire.perform, type(rank_call), wire.arguments_of(rank_call)
+    )
     return result
 
 

@@ -15,17 +15,7 @@ from axon_nb.cluster.launch.engines import STATES_S, ask
 from axon_nb.cluster.recovery.new_ranks import interrupts_deferred
 from axon_nb.cluster.recovery.repair import repair
 from axon_nb.errors import AxonError, UsageError
-from axon_nb.records.protocol.recovery import (
-    ForgetProtected,
-    HoldSnapshot,
-    KeepSnapshot,
-    ListUndoable,
-    RestoreHeld,
-    RestoreProtected,
-    Undoable,
-    UndoableCell,
-    UndoCell,
-)
+from axon_nb.records.protocol import recovery as protocol
 from axon_nb.records.protocol.wire import RankCall
 from axon_nb.records.ranks import name_ranks
 
@@ -54,7 +44,9 @@ def undo(state: ClusterState, count: int) -> str:
     raise_if_busy(state, "undo")
     state.health.ensure_available(state.ranks)
     with interrupts_deferred():
-        answers: dict[int, Undoable] = ask(state.connection, dict.fromkeys(state.ranks, ListUndoable()))
+        answers: dict[int, protocol.Undoable] = ask(
+            state.connection, dict.fromkeys(state.ranks, protocol.ListUndoable())
+        )
         cells = _last_cells(answers, count)
         targets = {
             rank: next(cell for cell in cells if rank in cell.ranks)
@@ -68,7 +60,7 @@ def undo(state: ClusterState, count: int) -> str:
             print(describe_obstacles(named))
         else:
             state.health.hint(_KEY, describe_obstacles(named))
-        refused = restore_all(state, {rank: UndoCell(cell.run) for rank, cell in targets.items()})
+        refused = restore_all(state, {rank: protocol.UndoCell(cell.run) for rank, cell in targets.items()})
     report_refused(refused)
     unlike = ", but for what is named above" if named or any(refused.values()) else ""
     which = ", ".join(f"In [{cell.cell}]" for cell in reversed(cells))
@@ -82,9 +74,9 @@ def raise_if_busy(state: ClusterState, command: str) -> None:
         raise UsageError(f"A cell is running on {name_ranks(state.busy)}: wait for it or interrupt it, then {command}.")
 
 
-def _last_cells(answers: Mapping[int, Undoable], count: int) -> list[UndoableCell]:
+def _last_cells(answers: Mapping[int, protocol.Undoable], count: int) -> list[protocol.UndoableCell]:
     """Return the last cells of the cluster, oldest first; raises UsageError if there are fewer."""
-    by_run: dict[str, UndoableCell] = {}
+    by_run: dict[str, protocol.UndoableCell] = {}
     for answer in answers.values():
         for cell in answer.cells:
             by_run.setdefault(cell.run, cell)
@@ -99,7 +91,7 @@ def _last_cells(answers: Mapping[int, Undoable], count: int) -> list[UndoableCel
     return cells[-count:]
 
 
-def _check(rank: int, cell: UndoableCell, answer: Undoable) -> UndoableCell:
+def _check(rank: int, cell: protocol.UndoableCell, answer: protocol.Undoable) -> protocol.UndoableCell:
     """Return the rank's own record of a cell; raises UsageError if it has no snapshot of the time before."""
     record = next((one for one in answer.cells if one.run == cell.run), None)
     why = ""
@@ -174,15 +166,15 @@ class Trials:
         if self._is_kept:
             return
         if self._may_keep:
-            self._is_kept = self._may_keep = not self._save(KeepSnapshot(self._key, self._limit))
-        if not self._is_kept and (missing := self._save(HoldSnapshot(_KEY, self._limit))):
+            self._is_kept = self._may_keep = not self._save(protocol.KeepSnapshot(self._key, self._limit))
+        if not self._is_kept and (missing := self._save(protocol.HoldSnapshot(_KEY, self._limit))):
             rank, why = next(iter(missing.items()))
             raise UsageError(f"The cell did not run: rank {rank} {why}.")
 
-    def _save(self, call: HoldSnapshot | KeepSnapshot) -> dict[int, str]:
+    def _save(self, call: protocol.HoldSnapshot | protocol.KeepSnapshot) -> dict[int, str]:
         """Return by rank why it cannot save its state; empty if all have."""
         with interrupts_deferred():
-            saved: Mapping[int, UndoableCell] = ask(self._state.connection, dict.fromkeys(self._ranks, call))
+            saved: Mapping[int, protocol.UndoableCell] = ask(self._state.connection, dict.fromkeys(self._ranks, call))
         missing = {rank: record.missing for rank, record in saved.items() if record.missing}
         if not missing:
             named = {name: what for one in saved.values() for name, what in one.obstacles.items()}
@@ -202,7 +194,7 @@ class Trials:
         if not self._is_kept:
             able = [rank for rank in self._ranks if rank not in health.dead and rank not in health.stuck]
             with interrupts_deferred():
-                report_refused(restore_all(state, dict.fromkeys(able, RestoreHeld(_KEY))))
+                report_refused(restore_all(state, dict.fromkeys(able, protocol.RestoreHeld(_KEY))))
             if unable := [rank for rank in self._ranks if rank not in able]:
                 print(f"{name_ranks(unable).capitalize()} could not restore the state from before the cell.")
             self.lost = why
@@ -214,7 +206,9 @@ class Trials:
                 refused = returned.refused if returned is not None else {}
             else:
                 with interrupts_deferred():
-                    refused = restore_all(state, dict.fromkeys(state.ranks, RestoreProtected(self._key, (0, 0))))
+                    refused = restore_all(
+                        state, dict.fromkeys(state.ranks, protocol.RestoreProtected(self._key, (0, 0)))
+                    )
         except AxonError as error:
             self.lost = f"{why}, and could not be replaced ({error})" if gone else f"the state was lost ({error})"
         else:
@@ -224,7 +218,7 @@ class Trials:
     def close(self) -> None:
         """Give up what the ranks keep, unless a repair needs it."""
         if self._is_kept and not self.lost and self._state.running and not self._state.health.dead:
-            ask(self._state.connection, dict.fromkeys(self._state.ranks, ForgetProtected(self._key)))
+            ask(self._state.connection, dict.fromkeys(self._state.ranks, protocol.ForgetProtected(self._key)))
 
 
 def begin_trials(

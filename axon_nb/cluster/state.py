@@ -22,17 +22,7 @@ from axon_nb.cluster.output.cell_output import BetweenCells
 from axon_nb.cluster.rpc import RankClient
 from axon_nb.cluster.settings import Settings, Value, settings_facts
 from axon_nb.errors import ClusterLostError, UsageError
-from axon_nb.records.protocol.agent import (
-    AgentEvent,
-    ClusterFacts,
-    ControllerExit,
-    EngineInfo,
-    Exit,
-    IdleStop,
-    ReportActivity,
-    SetInfo,
-    Stopped,
-)
+from axon_nb.records.protocol import agent as protocol
 from axon_nb.records.protocol.wire import encode
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.slowness import Slowness
@@ -58,7 +48,9 @@ class ClusterState:
         facts: What the host agent stores about it.
     """
 
-    def __init__(self, connection: Connection, layout: Layout, settings: Settings, facts: ClusterFacts) -> None:
+    def __init__(
+        self, connection: Connection, layout: Layout, settings: Settings, facts: protocol.ClusterFacts
+    ) -> None:
         self.layout = layout
         self.connection = connection
         self.settings = settings
@@ -103,7 +95,7 @@ class ClusterState:
         return self._facts.hosts
 
     @property
-    def rank_info(self) -> tuple[EngineInfo, ...]:
+    def rank_info(self) -> tuple[protocol.EngineInfo, ...]:
         """What each rank reported when it joined."""
         return self._facts.rank_info
 
@@ -147,7 +139,7 @@ class ClusterState:
         self._epoch = max(self._epoch, above) + 1
         return self._epoch
 
-    def mark_replaced(self, rank: int, info: EngineInfo, layout: Layout) -> None:
+    def mark_replaced(self, rank: int, info: protocol.EngineInfo, layout: Layout) -> None:
         """Record that a new process, which reported `info`, has replaced `rank`, where `layout` says."""
         rank_info = (*self.rank_info[:rank], info, *self.rank_info[rank + 1 :])
         self.health.dead.pop(rank, None)
@@ -157,7 +149,7 @@ class ClusterState:
         self._store(msgspec.structs.replace(self._facts, layout=encode(layout), rank_info=rank_info))
         self.connection.connect_directly([rank])
 
-    def mark_resized(self, layout: Layout, rank_info: tuple[EngineInfo, ...]) -> None:
+    def mark_resized(self, layout: Layout, rank_info: tuple[protocol.EngineInfo, ...]) -> None:
         """Record that the world has the ranks of `layout` now, which reported `rank_info`."""
         facts = msgspec.structs.replace(
             self._facts,
@@ -188,7 +180,7 @@ class ClusterState:
             return
         self._reported_busy, self._reported_at = is_busy, now
         with contextlib.suppress(ClusterLostError):
-            self.connection.agent.send(ReportActivity(is_busy))
+            self.connection.agent.send(protocol.ReportActivity(is_busy))
 
     @property
     def slowness(self) -> Slowness:
@@ -213,8 +205,8 @@ class ClusterState:
         self._store(msgspec.structs.replace(self._facts, name=name))
         self.health.name = name
 
-    def _store(self, facts: ClusterFacts) -> None:
-        self.connection.agent.call(SetInfo(facts))
+    def _store(self, facts: protocol.ClusterFacts) -> None:
+        self.connection.agent.call(protocol.SetInfo(facts))
         self._facts = facts
 
 
@@ -285,17 +277,17 @@ class Health:
             self._hinted.add(kind)
             print("\n".join([text, *more(text)]))
 
-    def on_event(self, event: AgentEvent) -> None:
+    def on_event(self, event: protocol.AgentEvent) -> None:
         """Process an event of the host agent."""
         if self.disconnect_reason:
             return
-        if isinstance(event, Exit):
+        if isinstance(event, protocol.Exit):
             self.mark_dead(event.rank, describe_death(event))
-        elif isinstance(event, ControllerExit):
+        elif isinstance(event, protocol.ControllerExit):
             self.mark_lost(f"lost its ipyparallel controller (it {describe_death(event)})")
-        elif isinstance(event, IdleStop):
+        elif isinstance(event, protocol.IdleStop):
             self.mark_lost(f"stopped itself after {format_seconds(event.idle_s)} without a cell (setting idle_stop)")
-        elif isinstance(event, Stopped):
+        elif isinstance(event, protocol.Stopped):
             self.mark_lost("was stopped by another program")
             self.lost_when = ""
         else:

@@ -7,8 +7,9 @@ cells, the first two are numbers. Each name is imported on first use: a rank sta
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from axon_nb.lazy import lazy_names
 
 if TYPE_CHECKING:
     from axon_nb.comm.collectives.arguments import checking
@@ -102,68 +103,20 @@ __all__ = [
     "sync_gradients",
 ]
 
-_MODULE_OF = {
-    name: module
-    for module, names in {
-        "collectives.arguments": ("checking",),
-        "collectives.movement": (
-            "all_to_all",
-            "all_gather",
-            "barrier",
-            "broadcast",
-            "broadcast_from",
-            "gather_tensor",
-            "recv",
-            "scatter_tensor",
-            "send",
-        ),
-        "collectives.reduction": (
-            "all_reduce",
-            "all_reduce_max",
-            "all_reduce_mean",
-            "all_reduce_min",
-            "all_reduce_product",
-            "all_reduce_sum",
-            "reduce_scatter",
-            "reduce_scatter_mean",
-            "reduce_scatter_sum",
-        ),
-        "errors": (
-            "CollectiveMismatchError",
-            "CommError",
-            "DeadlockError",
-            "InvalidArgumentError",
-            "InvalidRankError",
-            "NcclError",
-            "NotInGroupError",
-            "TensorError",
-            "TensorMismatchError",
-            "WorldClosedError",
-        ),
-        "gradients": (
-            "GradSyncStrategy",
-            "GradientBucket",
-            "GradientSynchronizer",
-            "sync_gradient",
-            "sync_gradients",
-        ),
-        "group": ("Backend", "Handle", "ProcessGroup", "ReduceOp"),
-        "mock": ("MockBackend",),
-        "mock_world": ("MockWorld",),
-        "world": ("World", "is_main_process", "rank", "world_size"),
-    }.items()
-    for name in names
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name from its module on first use, and cache it."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    """List all public names, including those not imported yet."""
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "collectives.arguments": "checking",
+        "collectives.movement": "all_to_all all_gather barrier broadcast broadcast_from gather_tensor recv "
+        "scatter_tensor send",
+        "collectives.reduction": "all_reduce all_reduce_max all_reduce_mean all_reduce_min all_reduce_product "
+        "all_reduce_sum reduce_scatter reduce_scatter_mean reduce_scatter_sum",
+        "errors": "CollectiveMismatchError CommError DeadlockError InvalidArgumentError InvalidRankError NcclError "
+        "NotInGroupError TensorError TensorMismatchError WorldClosedError",
+        "gradients": "GradSyncStrategy GradientBucket GradientSynchronizer sync_gradient sync_gradients",
+        "group": "Backend Handle ProcessGroup ReduceOp",
+        "mock": "MockBackend",
+        "mock_world": "MockWorld",
+        "world": "World is_main_process rank world_size",
+    },
+)

@@ -1,25 +1,30 @@
 """Counts of the communication calls and bytes of a block, per operation and peer.
 
 Groups of cells and of mock worlds report each call as they start it, also those that DDP, FSDP or pipelines make.
-torch's own groups, as under torchrun and on NCCL, do so since torch 2.14 (`group_hooks`). Before, only the calls of
+torch's own groups, as under torchrun and on NCCL, do so since torch 2.14, by hooks that they run before each call, in
+the dispatcher: so also for functional collectives and for what DDP and FSDP call. Before, only the calls of
 `axon_nb.comm` are counted there, without the peer. Parts of an all_to_all count as equal on torch's own groups.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
+from axon_nb.records.hooks import hook, missing_hooks
 from axon_nb.records.units import format_bytes
 from axon_nb.records.waits import PUBLIC_NAMES
 
 if TYPE_CHECKING:
     import pandas as pd
+
 
 __all__ = ["CallCounts", "OperationCount", "calls", "report_call", "report_payload"]
 
@@ -29,6 +34,17 @@ _RENAMED = {**PUBLIC_NAMES, "allgather_coalesced": "all_gather", "monitored_barr
 _MAX_LOGGED = 1000
 _open: tuple[CallCounts, ...] = ()
 _lock = threading.Lock()
+_HOOK_ID = 0x61786F6E
+_OPERATIONS = {
+    "ALLREDUCE": "all_reduce",
+    "ALLGATHER": "all_gather",
+    "ALLTOALL": "all_to_all",
+    "REDUCE_SCATTER": "reduce_scatter",
+    **{name.upper(): name for name in ("barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")},
+}
+"""By the beginning of torch's name for them; the longest counts."""
+_INPUT_ONLY = frozenset({"all_reduce", "broadcast", "reduce", "send"})
+_watched: list[Any] = []
 
 
 class OperationCount(NamedTuple):
@@ -164,18 +180,16 @@ def calls() -> Iterator[CallCounts]:
     """
     global _open
     counts = CallCounts(dist.get_rank() if dist.is_initialized() else None)
-    from axon_nb.comm import group_hooks  # no start needs it
-
     with _lock:
         _open = (*_open, counts)
-        group_hooks.watch(report_call)
+        _watch_groups()
     try:
         yield counts
     finally:
         with _lock:
             _open = tuple(other for other in _open if other is not counts)
             if not _open:
-                group_hooks.unwatch()
+                _unwatch_groups()
 
 
 def report_call(
@@ -220,11 +234,7 @@ def report_payload(rank: int, operation: str, payload: int, size: int, group: An
         size: Number of ranks in the group.
         group: Its group, unless the call went to the group's backend.
     """
-    if not _open:
-        return
-    from axon_nb.comm.group_hooks import is_watched
-
-    if group is not None and is_watched(group):
+    if not _open or (group is not None and _is_watched(group)):
         return
     sent = payload * (size - 1) // size if operation == "all_to_all" else _ring(operation, payload, size)
     for counts in _open:
@@ -256,3 +266,36 @@ def _kept(tensor: Any, args: Sequence[Any], place: int, size: int) -> int:
         return int(tensor[place].nbytes)
     splits = args[3] if len(args) > 3 else None
     return tensor.nbytes // max(1, len(tensor)) * splits[place] if splits else tensor.nbytes // size
+
+
+def _watch_groups() -> None:
+    """Report the calls of all groups of torch's own that this process has now, until `_unwatch_groups`."""
+    if not hook("comm.group_hooks").is_used or missing_hooks("comm.group_hooks") or not dist.is_initialized():
+        return
+    for group in list(c10d._world.pg_map):
+        if type(group) is dist.ProcessGroup and not _is_watched(group):
+            ranks = dist.get_process_group_ranks(group)
+            hooked: Any = group
+            hooked.register_pre_hook(_HOOK_ID, functools.partial(_before, ranks, group.rank()))
+            _watched.append(group)
+
+
+def _unwatch_groups() -> None:
+    while _watched:
+        with contextlib.suppress(RuntimeError):  # the group was destroyed
+            _watched.pop().unregister_pre_hook(_HOOK_ID)
+
+
+def _is_watched(group: Any) -> bool:
+    return any(group is other for other in _watched)
+
+
+def _before(ranks: list[int], place: int, call: Any) -> None:
+    name = max((start for start in _OPERATIONS if call.name.name.startswith(start)), key=len, default="")
+    if not name:  # no communication, such as a split
+        return
+    operation, inputs, outputs = _OPERATIONS[name], call.input_tensors, call.output_tensors
+    if operation == "all_to_all" and len(inputs) == 1:  # of one tensor
+        inputs = inputs[0]
+    tensors = (inputs,) if operation in _INPUT_ONLY else (outputs, inputs)
+    report_call(operation, tensors, place, lambda: ranks, call.root if operation in ("send", "recv") else -1)

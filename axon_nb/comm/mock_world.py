@@ -11,17 +11,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from axon_nb.comm import mock
 from axon_nb.comm.errors import CommError, InvalidArgumentError, InvalidRankError
 from axon_nb.comm.group import Backend, GroupInfo, ProcessGroup, validate_ranks
-from axon_nb.comm.mock import (
-    NAME,
-    Hub,
-    MockBackend,
-    MockGroup,
-    RankContext,
-    TurnScheduler,
-    set_thread_isolation,
-)
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.torch_api import torch_api
 
@@ -83,7 +75,7 @@ class MockWorld:
 
     def create(self) -> list[ProcessGroup]:
         """Return one group per rank, all driven by the caller: make each call on every group with `async_op=True`."""
-        return [ProcessGroup.from_backend(backend) for backend in MockBackend.create_world(self._size)]
+        return [ProcessGroup.from_backend(backend) for backend in mock.MockBackend.create_world(self._size)]
 
     def default_group(self) -> ProcessGroup:
         """Return the group of a world of one rank.
@@ -125,22 +117,24 @@ class _MockRun:
     def __init__(self, size: int, synchronous_sends: bool) -> None:
         self.size = size
         self._synchronous_sends = synchronous_sends
-        self.scheduler = TurnScheduler([RankContext() for _ in range(size)])
-        self._hubs: dict[str, Hub] = {}
+        self.scheduler = mock.TurnScheduler([mock.RankContext() for _ in range(size)])
+        self._hubs: dict[str, mock.Hub] = {}
         self._store = HashStore()
         _register()
-        set_thread_isolation(True)
+        mock.set_thread_isolation(True)
         torch_api().prepare_threads()
 
-    def make_group(self, name: str, ranks: tuple[int, ...], rank: int) -> MockGroup:
+    def make_group(self, name: str, ranks: tuple[int, ...], rank: int) -> mock.MockGroup:
         """Return one rank's handle on the group called `name`."""
-        hub = self._hubs.setdefault(name, Hub(ranks))
-        return MockGroup(hub, rank, self.scheduler, name, synchronous_sends=self._synchronous_sends)
+        hub = self._hubs.setdefault(name, mock.Hub(ranks))
+        return mock.MockGroup(hub, rank, self.scheduler, name, synchronous_sends=self._synchronous_sends)
 
     def as_rank(self, rank: int, function: Callable[[], Any]) -> Any:
         """Run `function` as one rank, in that rank's thread."""
         torch.autograd.set_multithreading_enabled(False).__enter__()  # run backward in this rank's thread
-        dist.init_process_group(NAME, store=self._store, rank=rank, world_size=self.size, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            mock.NAME, store=self._store, rank=rank, world_size=self.size, timeout=timedelta(seconds=60)
+        )
         try:
             return function()
         except Exception as error:
@@ -149,17 +143,17 @@ class _MockRun:
 
     def close(self) -> None:
         """Restore torch's state."""
-        set_thread_isolation(False)
+        mock.set_thread_isolation(False)
 
 
 def _register() -> None:
-    if NAME in dist.Backend.backend_list:
+    if mock.NAME in dist.Backend.backend_list:
         return
 
-    def create(options: Any, _: Any) -> MockGroup:
+    def create(options: Any, _: Any) -> mock.MockGroup:
         run = _active[0]
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         return run.make_group(options.group_id, ranks, options.group_rank)
 
-    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
-    torch_api().register_group_class(NAME)
+    dist.Backend.register_backend(mock.NAME, create, extended_api=True, devices=["cpu"])
+    torch_api().register_group_class(mock.NAME)

@@ -16,23 +16,14 @@ import torch.distributed as dist
 
 from axon_nb.comm.errors import CommError, InvalidArgumentError, WorldClosedError
 from axon_nb.comm.group import Backend, GroupLike, ProcessGroup, as_backend, choose_backend, resolve
-from axon_nb.records.environment import (
-    MASTER_ADDR,
-    MASTER_PORT,
-    MPICH,
-    OPEN_MPI,
-    SLURM,
-    SLURM_HOSTS,
-    SLURM_TASKS,
-    TORCHRUN,
-)
+from axon_nb.records import environment as variables
 
 if TYPE_CHECKING:
     from axon_nb.comm.mock_world import MockWorld
 
 # For each launcher: rank, world size, local rank, local world size.
-_LAUNCHERS = (TORCHRUN.names, OPEN_MPI.names, MPICH.names, SLURM.names)
-_NAMES = TORCHRUN.names
+_LAUNCHERS = (variables.TORCHRUN.names, variables.OPEN_MPI.names, variables.MPICH.names, variables.SLURM.names)
+_NAMES = variables.TORCHRUN.names
 
 
 def torchrun_environment(environment: Mapping[str, str]) -> dict[str, str] | None:
@@ -50,26 +41,26 @@ def torchrun_environment(environment: Mapping[str, str]) -> dict[str, str] | Non
                 for name, theirs in zip(_NAMES, launcher, strict=True)
                 if theirs in environment
             }
-            if launcher is SLURM.names:
+            if launcher is variables.SLURM.names:
                 values["LOCAL_WORLD_SIZE"] = _tasks_of(int(values.get("LOCAL_WORLD_SIZE", "0")), environment)
             values["LOCAL_WORLD_SIZE"] = values.get("LOCAL_WORLD_SIZE") or values["WORLD_SIZE"]
             values.setdefault("LOCAL_RANK", "0" if values["WORLD_SIZE"] == "1" else values["RANK"])
-            values["MASTER_ADDR"] = MASTER_ADDR.get(environment) or _first_host(environment, values)
-            values["MASTER_PORT"] = MASTER_PORT.get(environment)
+            values["MASTER_ADDR"] = variables.MASTER_ADDR.get(environment) or _first_host(environment, values)
+            values["MASTER_PORT"] = variables.MASTER_PORT.get(environment)
             return values
     return None
 
 
 def _tasks_of(node: int, environment: Mapping[str, str]) -> str:
     """Return the number of ranks on a host from Slurm's list, such as ``2(x2),1``; empty if it is not known."""
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", SLURM_TASKS.first(environment))
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", variables.SLURM_TASKS.first(environment))
     tasks = [count for count, times in counts for _ in range(int(times or 1))]
     return tasks[node] if node < len(tasks) else "".join(tasks[:1] if len(set(tasks)) == 1 else [])
 
 
 def _first_host(environment: Mapping[str, str], values: Mapping[str, str]) -> str:
     """Return the first host of Slurm's list, such as ``node[03-07,9],other``."""
-    if match := re.match(r"(?:[^\[,]|\[[^\]]*\])+", SLURM_HOSTS.first(environment)):
+    if match := re.match(r"(?:[^\[,]|\[[^\]]*\])+", variables.SLURM_HOSTS.first(environment)):
         return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
     if values["LOCAL_WORLD_SIZE"] == values["WORLD_SIZE"]:
         return "127.0.0.1"

@@ -72,14 +72,14 @@ def _before(owner: Any, name: str, look: Callable[..., None]) -> None:
 
 
 def _after(owner: Any, name: str, look: Callable[..., None]) -> None:
-    """Call `look` with the first argument of each call of `owner.name`, after the call."""
+    """Call `look` with the result and the arguments of each call of `owner.name`, after the call."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         with contextlib.suppress(Exception):
-            look(args[0])
+            look(result, *args)
         return result
 
     setattr(owner, name, call)
@@ -98,7 +98,7 @@ def watch_dtensors(module: ModuleType) -> None:
     _handle(module, aten._local_scalar_dense.default, _check_scalar)
     for operator in (aten.uniform_.default, aten.normal_.default):
         _handle(module, operator, _note_draw)
-    _check_loaded(module.DTensor)
+    _after(torch, "load", functools.partial(_check_loaded, module.DTensor))
     _after(torch.optim.Muon, "__init__", _check_muon)
 
 
@@ -153,23 +153,12 @@ def _note_draw(result: Any, operator: Any, args: tuple[Any, ...]) -> None:
         shard_draw = hashlib.blake2b(state, digest_size=8).hexdigest()
 
 
-def _check_loaded(kind: type) -> None:
-    original = torch.load
-
-    @functools.wraps(original)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        loaded = original(*args, **kwargs)
-        with contextlib.suppress(Exception):
-            for value in tree_leaves(loaded):
-                if isinstance(value, kind) and _is_of_other_rank(value):
-                    tell(
-                        "torch.load{place} returned the shard of another rank, so the whole tensor repeats rows: save "
-                        "sharded tensors with torch.distributed.checkpoint, or one file for each rank."
-                    )
-                    break
-        return loaded
-
-    vars(torch)["load"] = load
+def _check_loaded(kind: type, loaded: Any, *_: Any) -> None:
+    if any(isinstance(value, kind) and _is_of_other_rank(value) for value in tree_leaves(loaded)):
+        tell(
+            "torch.load{place} returned the shard of another rank, so the whole tensor repeats rows: save sharded "
+            "tensors with torch.distributed.checkpoint, or one file for each rank."
+        )
 
 
 def _is_of_other_rank(tensor: Any) -> bool:
@@ -177,7 +166,7 @@ def _is_of_other_rank(tensor: Any) -> bool:
     return saver not in (None, dist.get_rank()) and any(placement.is_shard() for placement in tensor.placements)
 
 
-def _check_muon(optimizer: Any) -> None:
+def _check_muon(_: None, optimizer: Any, *args: Any) -> None:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if any(one.is_shard() for parameter in parameters for one in getattr(parameter, "placements", ())):
         tell(
@@ -338,7 +327,7 @@ def prepare_tensorboard(module: ModuleType) -> None:
     _after(module.SummaryWriter, "__init__", _check_folder)
 
 
-def _check_folder(writer: Any) -> None:
+def _check_folder(_: None, writer: Any, *args: Any) -> None:
     files = Path(writer.log_dir).glob("events.out.tfevents.*")
     if len({_writer_of(file) for file in files}) > 1:
         tell(

@@ -9,17 +9,8 @@ from collections.abc import Callable
 
 from axon_nb._version import __version__
 from axon_nb.cluster.launch.placement import plan_layout
+from axon_nb.doctor import installation
 from axon_nb.doctor.clusters import FoundCluster, clusters, find_clusters, rank_names
-from axon_nb.doctor.installation import (
-    SELF_TEST,
-    TORCH_BUILD,
-    Child,
-    environment,
-    private_hooks,
-    self_test,
-    software,
-    wrong_numbers,
-)
 from axon_nb.doctor.machine import NVML, gpus, host, limits, network
 from axon_nb.doctor.report import Finding, Report, Section
 
@@ -36,14 +27,14 @@ def examine() -> Report:
     """
     with contextlib.ExitStack() as children:
 
-        def child(arguments: tuple[str, ...], timeout_s: float) -> Child:
-            made = Child(arguments, timeout_s=timeout_s)
+        def child(arguments: tuple[str, ...], timeout_s: float) -> installation.Child:
+            made = installation.Child(arguments, timeout_s=timeout_s)
             children.callback(made.close)
             return made
 
         tested, built, driver = (
-            child(SELF_TEST, _SELF_TEST_TIMEOUT_S),
-            child(TORCH_BUILD, _TORCH_TIMEOUT_S),
+            child(installation.SELF_TEST, _SELF_TEST_TIMEOUT_S),
+            child(installation.TORCH_BUILD, _TORCH_TIMEOUT_S),
             child(NVML, _NVML_TIMEOUT_S),
         )
         entries: list[FoundCluster] = []
@@ -57,15 +48,15 @@ def examine() -> Report:
             _try("host", lambda: host(layout())),
             _try("limits", lambda: limits(layout().num_ranks)),
             _try("network", network),
-            _try("environment", environment),
+            _try("environment", installation.environment),
         ]
         running = _try("clusters", cluster_section)
         cards, build, verdict = driver.answer(), built.answer(), tested.answer()
         sections = (
-            _try("software", lambda: software(build)),
-            _try("self-test", lambda: self_test(verdict)),
-            _try("private hooks", lambda: private_hooks(verdict)),
-            _try("wrong without an error", lambda: wrong_numbers(build)),
+            _try("software", lambda: installation.software(build)),
+            _try("self-test", lambda: installation.self_test(verdict)),
+            _try("private hooks", lambda: installation.private_hooks(verdict)),
+            _try("wrong without an error", lambda: installation.wrong_numbers(build)),
             _try("GPUs", lambda: gpus(cards, build, rank_names(entries))),
             *host_sections,
             running,

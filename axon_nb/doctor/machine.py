@@ -20,16 +20,7 @@ from axon_nb.cluster.launch.placement import LOOPBACK, UNLIMITED, Layout, files_
 from axon_nb.doctor.installation import Answer, pip
 from axon_nb.doctor.report import Finding, Section
 from axon_nb.errors import StartError
-from axon_nb.host.resources import (
-    CGROUPS,
-    OWN_CGROUP,
-    Gpu,
-    cgroup_folders,
-    container_kind,
-    free_memory,
-    list_gpus,
-    usable_cores,
-)
+from axon_nb.host import resources
 from axon_nb.host.run_dir import base_dir
 from axon_nb.records.units import format_bytes
 
@@ -73,10 +64,10 @@ def host(layout: Layout) -> Section:
     Args:
         layout: The layout of a default start.
     """
-    free = free_memory()
+    free = resources.free_memory()
     limit, _ = cgroup_limit("memory") or (None, 0)
     findings = (
-        Finding("container", container_kind() or "none"),
+        Finding("container", resources.container_kind() or "none"),
         _cores(),
         _memory(free, limit, layout),
         _shared_memory(Path("/dev/shm")),
@@ -84,8 +75,8 @@ def host(layout: Layout) -> Section:
         _start_plan(layout),
     )
     data = {
-        "container": container_kind(),
-        "cores": usable_cores(),
+        "container": resources.container_kind(),
+        "cores": resources.usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "memory_limit_bytes": limit,
         "free_bytes": free,
@@ -102,7 +93,7 @@ def _start_plan(layout: Layout) -> Finding:
 
 
 def _cores() -> Finding:
-    usable, total = usable_cores(), os.cpu_count() or 1
+    usable, total = resources.usable_cores(), os.cpu_count() or 1
     by_affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     quota = f"{usable} by the cgroup's quota" if usable < by_affinity else "no quota in the cgroup"
     value = f"{usable} usable ({total} in the machine, {by_affinity} by affinity, {quota})"
@@ -180,11 +171,13 @@ def _run_folder() -> Finding:
 
 
 def _in_container(docker: str, kubernetes: str, otherwise: str) -> str:
-    kind = container_kind()
+    kind = resources.container_kind()
     return kubernetes if kind == "kubernetes" else docker if kind in ("docker", "podman") else otherwise
 
 
-def cgroup_limit(controller: str, *, root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[int, int] | None:
+def cgroup_limit(
+    controller: str, *, root: Path = resources.CGROUPS, own: Path = resources.OWN_CGROUP
+) -> tuple[int, int] | None:
     """Limit and usage of that cgroup, this process's own or one above it, which has the least left; None: no limit.
 
     Args:
@@ -193,7 +186,7 @@ def cgroup_limit(controller: str, *, root: Path = CGROUPS, own: Path = OWN_CGROU
         own: Which of them this process is in.
     """
     limits = []
-    for folder, version in cgroup_folders(controller, root=root, own=own):
+    for folder, version in resources.cgroup_folders(controller, root=root, own=own):
         limit, used = (_read_number(folder / file[controller, version]) for file in (_LIMIT, _USAGE))
         if limit is not None and limit < _V1_UNLIMITED:
             limits.append((limit, used or 0))
@@ -272,7 +265,7 @@ def _tasks(num_ranks: int) -> Finding:
 
 
 def _raise_group() -> str:
-    if container_kind() in ("docker", "podman"):
+    if resources.container_kind() in ("docker", "podman"):
         return "Start the container with a higher `--pids-limit`."
     return "Raise the cgroup's limit: `TasksMax=` of the systemd service, or the pod's process limit."
 
@@ -350,7 +343,7 @@ def gpus(nvml: Answer, build: Answer, owners: Mapping[int, str]) -> Section:
     """
     facts: dict[str, Any] = dict(nvml.content)
     cards: list[dict[str, Any]] = facts.get("gpus") or []
-    planned = list_gpus()
+    planned = resources.list_gpus()
     if cards:
         findings = [_driver(facts), *_nvidia_smi(planned), *(line for card in cards for line in _card(card, owners))]
     elif planned:
@@ -366,7 +359,7 @@ def _driver(facts: Mapping[str, Any]) -> Finding:
     return Finding("driver", f"{facts.get('driver') or 'unknown'} (CUDA up to {facts.get('cuda') or 'unknown'})")
 
 
-def _nvidia_smi(planned: list[Gpu]) -> list[Finding]:
+def _nvidia_smi(planned: list[resources.Gpu]) -> list[Finding]:
     if planned or os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
         return []
     program = shutil.which("nvidia-smi")
@@ -403,7 +396,7 @@ def _gpu_state(label: str, value: str, card: Mapping[str, Any], owners: Mapping[
             f"To share it, run `nvidia-smi -i {number} -c DEFAULT` as root.",
         )  # fmt: skip
     others = any(one["pid"] not in owners for one in card["processes"])
-    used = Gpu(number, "", card["total_bytes"] or 0, card["used_bytes"] or 0)
+    used = resources.Gpu(number, "", card["total_bytes"] or 0, card["used_bytes"] or 0)
     if used.busy and (others or not card["processes"]):
         return Finding(
             label, value, "note", "`%distributed start` skips it while more than 512 MiB are in use.",
@@ -441,7 +434,7 @@ def _gpu_name(pid: int) -> str:
         return "a process not visible here"
 
 
-def _plain_card(gpu: Gpu) -> Finding:
+def _plain_card(gpu: resources.Gpu) -> Finding:
     used = f"{format_bytes(gpu.used_bytes)} of {format_bytes(gpu.total_bytes)} used"
     return Finding(f"GPU {gpu.index}", f"{gpu.name}, {used if gpu.total_bytes else 'memory unknown'}")
 
@@ -475,7 +468,7 @@ def _absent(nvml: Answer) -> Finding:
             "NVIDIA", f"{there}NVML finds none: {error or 'no driver library'}", "problem" if nodes else "note",
             "Ranks compute on CPUs.", fix,
         )  # fmt: skip
-    if here and container_kind() in ("docker", "podman"):
+    if here and resources.container_kind() in ("docker", "podman"):
         return Finding(
             "NVIDIA", "none, although libcuda is installed", "note", "Ranks compute on CPUs.",
             "If the host has GPUs, start the container with `--gpus all`.",
@@ -511,7 +504,7 @@ def _usable(build: Answer, facts: Mapping[str, Any]) -> list[Finding]:
         ]  # fmt: skip
     if torch["gpus"]:
         return [nccl]
-    if visible is not None and not list_gpus():
+    if visible is not None and not resources.list_gpus():
         fix = "Unset CUDA_VISIBLE_DEVICES before you start Jupyter."
         if visible.startswith("MIG-"):
             fix = "Set it to a MIG instance that `nvidia-smi -L` lists, or unset it, where Jupyter is started."

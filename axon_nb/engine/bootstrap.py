@@ -39,19 +39,10 @@ from axon_nb.engine.groups import creation, init_default_group, recovery
 from axon_nb.engine.groups.gloo import LOOPBACK
 from axon_nb.engine.groups.store import AgentStore, install_store_waits, interruptible_init_rpc
 from axon_nb.engine.inspection.telemetry import Sampler, Telemetry, TrainingJob
-from axon_nb.engine.kernel import hooks
+from axon_nb.engine.kernel import hooks, shell
 from axon_nb.engine.kernel.cells import CellLog, CellRunner
-from axon_nb.engine.kernel.control import VIEWS, CompletionService, control_handlers
-from axon_nb.engine.kernel.control_thread import install_control_thread
+from axon_nb.engine.kernel.control import VIEWS, CompletionService, control_handlers, install_control_thread
 from axon_nb.engine.kernel.interrupts import OWN_SIGNAL, InterruptHandler, OptimizerSteps
-from axon_nb.engine.kernel.shell import (
-    Tracebacks,
-    install_autoreload,
-    install_cell_names,
-    install_exits,
-    install_restored_names,
-    install_shell_commands,
-)
 from axon_nb.engine.output import NativeOutput, OutputBudget, RankStream, enable_crash_reports, install_fork_defaults
 from axon_nb.engine.self_test import start_in_child, startup_verdict
 from axon_nb.engine.session import RankSession, current, inject_names, set_current, set_environment
@@ -171,9 +162,9 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     install_dist_hooks()
     inject_names(kernel.shell.user_ns, config, device)
     install_fork_defaults(OWN_SIGNAL, native_output)
-    install_cell_names(kernel.shell)
-    install_autoreload(kernel.shell)
-    install_restored_names(kernel.shell, lambda: inject_names(kernel.shell.user_ns, session.config, device))
+    shell.install_cell_names(kernel.shell)
+    shell.install_autoreload(kernel.shell)
+    shell.install_restored_names(kernel.shell, lambda: inject_names(kernel.shell.user_ns, session.config, device))
     hooks.hold_modules()
     # Objects that exist now stay, so garbage collection and the search for wrappers after a failed cell skip them.
     gc.freeze()
@@ -214,7 +205,7 @@ def _install(session: RankSession, native_output: NativeOutput) -> None:
     log = CellLog()
     log.sees_all = hooks.tap_output(kernel, log.tap)
     budget = OutputBudget(kernel, native_output, session.config.output_limit)
-    tracebacks = Tracebacks()
+    tracebacks = shell.Tracebacks()
     tracebacks.install(kernel.shell)
     pager = Pager()
     pager.install(kernel.shell)
@@ -227,8 +218,8 @@ def _install(session: RankSession, native_output: NativeOutput) -> None:
         session, interrupts, budget, log, tracebacks=tracebacks, post_mortem=post_mortem, breakpoints=breakpoints
     )
     hooks.serve_cells(kernel, runner.run)
-    install_exits(kernel.shell)
-    install_shell_commands(kernel.shell, interrupts)
+    shell.install_exits(kernel.shell)
+    shell.install_shell_commands(kernel.shell, interrupts)
     telemetry = Telemetry(session, sampler)
     handlers = control_handlers(session, job, interrupts, telemetry, log, breakpoints=breakpoints)
     hooks.add_control_handlers(kernel, handlers)

@@ -38,12 +38,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axon_nb.comm.placements import Placed, placed
-from axon_nb.engine.divergence_origin import LastCalls
 from axon_nb.engine.frames import step_depth
 from axon_nb.engine.live_objects import live_objects
+from axon_nb.engine.nonfinite import LastCalls
 from axon_nb.engine.parity.recorder import named_parameters
-from axon_nb.engine.placement import layer_shardings, local_tensor
 from axon_nb.engine.session import RankSession, user_variables
+from axon_nb.engine.sharding import layer_shardings, local_tensor
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.cells import CellFacts
 from axon_nb.records.protocol.inspection import NumbersReply, NumbersRequest

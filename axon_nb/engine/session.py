@@ -12,14 +12,12 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from axon_nb.comm.world import World
 from axon_nb.engine.groups.state import GroupsState
@@ -27,9 +25,16 @@ from axon_nb.engine.groups.store import AgentStore
 from axon_nb.errors import UsageError
 from axon_nb.host.shared_memory import SharedBlock
 from axon_nb.records.protocol.cells import CellFacts
-from axon_nb.records.protocol.inspection import NumbersReply, NumbersRequest
-from axon_nb.records.protocol.recovery import JoinConfig, OptimizerReport, ProtectedStep, UndoableCell
-from axon_nb.records.training.digests import Comparison
+from axon_nb.records.protocol.recovery import JoinConfig
+
+if TYPE_CHECKING:
+    from axon_nb.engine.debugger import PostMortem
+    from axon_nb.engine.divergence import NumberWatch
+    from axon_nb.engine.kernel.cells import CellRunner
+    from axon_nb.engine.kernel.interrupts import OptimizerSteps
+    from axon_nb.engine.parity.comparer import Comparer
+    from axon_nb.engine.protection.protection import Protection
+    from axon_nb.engine.snapshot.history import History
 
 PREDEFINED_NAMES = ("rank", "local_rank", "world_size", "device", "world", "dist", "torch")
 """Names that axon_nb defines on every rank."""
@@ -124,57 +129,6 @@ def resolve_variable(name: str, space: dict[str, Any]) -> Any:
     return value
 
 
-class StepCounts(Protocol):
-    """The optimizer steps of a rank: `kernel.interrupts.OptimizerSteps`."""
-
-    def begin_cell(self) -> None:
-        """Start counting for a new cell."""
-
-    def end_cell(self) -> None:
-        """Note whether the cell communicated."""
-
-    def of(self, optimizer: Optimizer) -> int:
-        """Return the number of steps of this optimizer."""
-
-    def set(self, optimizer: Optimizer, steps: int) -> None:
-        """Set it, after the optimizer's state was copied from another rank."""
-
-    observers: list[Callable[[FrameType | None], None]]
-    """Called after each step with the frame that made it, which belongs to no other step."""
-
-    def save(self, optimizers: Iterable[Optimizer]) -> Any:
-        """Return the steps of optimizers, and in which order they began."""
-
-    def load(self, saved: Any) -> None:
-        """Take over what `save` returned in an earlier process."""
-
-    def after_foreign_step(self) -> None:
-        """Raise a deferred interrupt after a step that is not one of torch's optimizers."""
-
-    def report(self) -> tuple[OptimizerReport, ...]:
-        """Report each live optimizer."""
-
-
-class CellValues(Protocol):
-    """The values of the last cells: `kernel.cells.CellRunner`."""
-
-    def take_value(self, token: str) -> object:
-        """Remove and return the value of the last expression of the cell with this token."""
-
-
-class CellSnapshots(Protocol):
-    """The states before the last cells: `snapshot.history.History`."""
-
-    def before_cell(self, run: str, cell: int, ranks: tuple[int, ...], limit: int, code: str | None) -> None:
-        """Take a snapshot before a cell."""
-
-    def forget_cells(self) -> None:
-        """Drop all of them."""
-
-    def copies(self) -> list[torch.Tensor]:
-        """Return the memory of their copies."""
-
-
 class CellFeature(Protocol):
     """Something that surrounds cells while it is switched on; made with the session when it is first wanted."""
 
@@ -187,63 +141,6 @@ class CellFeature(Protocol):
 
     def end_cell(self, *, is_ok: bool) -> None:
         """Finish with it; what is printed still belongs to the cell."""
-
-
-class ProtectedSteps(Protocol):
-    """The states after the last steps: `protection.protection.Protection`."""
-
-    def steps(self) -> list[ProtectedStep]:
-        """Return what the slots hold, the latest first."""
-
-    def steps_now(self) -> int:
-        """Return the number of steps, until now, of the optimizer that has made most."""
-
-    def restore(self, run: str, fence: tuple[int, int]) -> list[str]:
-        """Return to a slot."""
-
-    def keep(self, key: str, limit: int) -> UndoableCell:
-        """Fill a slot outside of a cell."""
-
-    def forget(self) -> None:
-        """Give up the slots."""
-
-    def copies(self) -> list[torch.Tensor]:
-        """Return the memory of the slots."""
-
-
-class FailureDebugger(Protocol):
-    """The debugger of the last failed cell: `debugger.PostMortem`."""
-
-    def start(self) -> str:
-        """Open it; return the position as it shows it."""
-
-    def command(self, line: str) -> tuple[str, bool]:
-        """Run one command; return its output, and whether the session is over."""
-
-
-class CellComparer(Protocol):
-    """The comparison of one cell with one rank: `parity.comparer.Comparer`."""
-
-    problem: str
-
-    def begin(self) -> None:
-        """Observe from now on."""
-
-    def close(self) -> None:
-        """Stop observing."""
-
-    def end(self) -> None:
-        """Stop observing, and send everything to rank 0."""
-
-    def compare(self) -> Comparison:
-        """Run the reference on this rank."""
-
-
-class StepNumbersWatch(Protocol):
-    """The numbers of training steps: `divergence.NumberWatch`."""
-
-    def report(self, request: NumbersRequest) -> NumbersReply:
-        """Answer the notebook."""
 
 
 @dataclass
@@ -260,19 +157,19 @@ class RankSession:
     """Number of the running notebook cell; None while idle."""
     store: AgentStore | None = None
     """The rendezvous store, held here because torch holds only its C++ half."""
-    steps: StepCounts = field(init=False)
+    steps: OptimizerSteps = field(init=False)
     """Counts this rank's optimizer steps."""
-    runner: CellValues = field(init=False)
+    runner: CellRunner = field(init=False)
     """Runs cells, and keeps their values until the notebook fetches them."""
-    snapshots: CellSnapshots = field(init=False)
+    snapshots: History = field(init=False)
     """The states before the last cells, for `%distributed undo`."""
     making: threading.RLock = field(default_factory=threading.RLock)
     """Held while a part is made."""
     parts: dict[str, Any] = field(default_factory=dict)
     """What was made of this rank so far besides, by `module:Class`; see `part`."""
-    comparer: CellComparer | None = None
+    comparer: Comparer | None = None
     """Compares the running cell with one rank (`%%distributed --compare`)."""
-    post_mortem: FailureDebugger = field(init=False)
+    post_mortem: PostMortem = field(init=False)
     """Keeps the error of the last failed cell."""
     protected_step: int | None = None
     """Optimizer steps in the latest state that outlives this rank; None: there is none."""
@@ -310,12 +207,12 @@ class RankSession:
         return kind in self.parts and self.parts[kind].is_on
 
     @property
-    def protection(self) -> ProtectedSteps:
+    def protection(self) -> Protection:
         """The states after the last steps, for `%distributed repair`."""
         return self.part("axon_nb.engine.protection.protection:Protection")  # type: ignore[no-any-return]
 
     @property
-    def numbers(self) -> StepNumbersWatch:
+    def numbers(self) -> NumberWatch:
         """What watches weights, gradients and losses (`config watch_numbers`)."""
         return self.part("axon_nb.engine.divergence:NumberWatch")  # type: ignore[no-any-return]
 

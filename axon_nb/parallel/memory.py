@@ -185,13 +185,9 @@ def model_states(
         states += round(held * width) if owned is None or number in owned else 0
         unsharded += (1 + trained) * elements * dtype.itemsize + round(elements * width)
     total = sum(math.prod(shape) for shape, _, _ in table)
-    host = {
-        CPUOffload.NONE: 0,
-        CPUOffload.PARAMS: params,
-        CPUOffload.OPTIMIZER_STATES: states,
-        CPUOffload.FULL: params + grads + states,
-    }
-    return FSDPMemoryStats(total, params, grads, states, world_size, unsharded, host_bytes=host[cpu_offload])
+    sizes = {"params": params, "grads": grads, "states": states}
+    host = sum(sizes[role] for role in _ON_HOST[cpu_offload])
+    return FSDPMemoryStats(total, params, grads, states, world_size, unsharded, host_bytes=host)
 
 
 def partition_parameters(sizes: Sequence[int], world_size: int) -> list[set[int]]:

@@ -5,8 +5,9 @@ Importing this package does not import torch: each name is loaded on first use.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from axon_nb.lazy import lazy_names
 
 if TYPE_CHECKING:
     from axon_nb.plan.calibration.calibrate import calibrate
@@ -57,56 +58,23 @@ __all__ = [
     "step_time",
 ]
 
-_HOME = {
-    "calibration.calibrate": ("calibrate",),
-    "calibration.result": ("Calibration",),
-    "errors": (
-        "PlanCancelledError",
-        "PlanError",
-        "SimulatorError",
-    ),
-    "footprint.memory": ("memory",),
-    "footprint.plan": (
-        "MemoryParts",
-        "MemoryPlan",
-        "ModuleMemory",
-        "RankMemory",
-    ),
-    "hardware": (
-        "GPUS",
-        "PRESETS",
-        "Link",
-        "Rates",
-    ),
-    "layout_search.plan": ("SearchPlan",),
-    "layout_search.search": ("search",),
-    "models": (
-        "CapturedModel",
-        "TensorSpec",
-    ),
-    "pipeline": (
-        "SchedulePlan",
-        "StageTimes",
-        "schedule",
-    ),
-    "program.run": ("ProgramPlan", "run"),
-    "skeleton": ("capture",),
-    "timing": ("StepTime", "step_time"),
-    "traffic.communication": ("communication",),
-    "traffic.plan": ("CommunicationPlan", "recorded_communication"),
-}
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    """Load a public name on first use."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """List all public names, loaded or not."""
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "calibration.calibrate": "calibrate",
+        "calibration.result": "Calibration",
+        "errors": "PlanCancelledError PlanError SimulatorError",
+        "footprint.memory": "memory",
+        "footprint.plan": "MemoryParts MemoryPlan ModuleMemory RankMemory",
+        "hardware": "GPUS PRESETS Link Rates",
+        "layout_search.plan": "SearchPlan",
+        "layout_search.search": "search",
+        "models": "CapturedModel TensorSpec",
+        "pipeline": "SchedulePlan StageTimes schedule",
+        "program.run": "ProgramPlan run",
+        "skeleton": "capture",
+        "timing": "StepTime step_time",
+        "traffic.communication": "communication",
+        "traffic.plan": "CommunicationPlan recorded_communication",
+    },
+)

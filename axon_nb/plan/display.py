@@ -27,6 +27,8 @@ _COLORS = {
 """By action. The backward of inputs is what the other stages wait for, as a whole backward is."""
 _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 _WIDTH, _LANE, _MARGIN_LEFT = 900, 22, 56
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]], Sequence[str]]
+"""Summary, head, rows and notes."""
 _MAX_ACTIONS = 6000
 """Timelines with more actions get no SVG, which would slow down the page."""
 
@@ -77,6 +79,24 @@ def html_table(summary: str, head: Sequence[str], rows: Sequence[Sequence[str]],
         f"<div><p><b>{html.escape(summary)}</b></p><div style='overflow-x:auto'><table style='margin:0'>"
         f"<thead>{row(head, 'th')}</thead><tbody>{body}</tbody></table></div>{listed}</div>"
     )
+
+
+class Shown:
+    """A result that is shown as a summary line, a table and notes."""
+
+    __slots__ = ()
+
+    def _table(self) -> Table:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return text_table(*self._table())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": html_table(*self._table())}
 
 
 def _numeric(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, actions, check_counts, peak_live_microbatches
 from axon_nb.plan.arguments import check_int
-from axon_nb.plan.display import figure_of, format_ms, html_table, svg_of, text_table
+from axon_nb.plan.display import Shown, Table, figure_of, format_ms, svg_of
 from axon_nb.records.spans import Span
 from axon_nb.records.training.steps import Order, simulate_orders, spans_from_times
 
@@ -97,8 +97,8 @@ class StageTimes:
     """The weights' part of backward; None: half. Matters only if the schedule defers it."""
 
 
-@dataclass(frozen=True)
-class SchedulePlan:
+@dataclass(frozen=True, repr=False)
+class SchedulePlan(Shown):
     """A simulated pipeline step; made by `axon_nb.plan.schedule`."""
 
     schedule: PipelineSchedule
@@ -198,8 +198,8 @@ class SchedulePlan:
         formula = self.formula
         return f"{headline} (formula {formula.fraction:.1%}: {formula.text}, {formula.source})" if formula else headline
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
+    def _table(self) -> Table:
+        rows = [
             (
                 str(rank),
                 ", ".join(map(str, self.stages_of(rank))),
@@ -210,15 +210,11 @@ class SchedulePlan:
             )
             for rank, busy in enumerate(self.busy_s)
         ]
-
-    def __str__(self) -> str:
-        return text_table(self._summary(), _HEAD, self._rows())
-
-    __repr__ = __str__
+        return self._summary(), _HEAD, rows, ()
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        page = svg_of(self.timeline) + html_table(self._summary(), _HEAD, self._rows())
-        return {"text/plain": str(self), "text/html": page}
+        bundle = super()._repr_mimebundle_()
+        return {**bundle, "text/html": svg_of(self.timeline) + bundle["text/html"]}
 
     def summary(self) -> Mapping[str, float]:
         """Return the numbers to compare schedules by: step_ms, bubble (0 to 1), peak_live."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
 from axon_nb.plan.arguments import ZERO_2, check_int, check_number
-from axon_nb.plan.display import format_flops, format_ms, html_table, paint_of, plotly_figure, text_table
+from axon_nb.plan.display import Shown, Table, format_flops, format_ms, paint_of, plotly_figure
 from axon_nb.plan.hardware import FITTED, Link, Rates, Work, resolve_rates
 from axon_nb.plan.pipeline import SchedulePlan, StageTimes, schedule
 from axon_nb.plan.tracing.subject import owner
@@ -96,8 +96,8 @@ def _faster(link: Link, factor: float) -> Link:
     return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor, measured=costs)
 
 
-@dataclass(frozen=True)
-class StepTime:
+@dataclass(frozen=True, repr=False)
+class StepTime(Shown):
     """Time of a training step and its parts; made by `axon_nb.plan.step_time`."""
 
     title: str
@@ -167,23 +167,11 @@ class StepTime:
             f"{format_ms(self.exposed_s)} ms of exposed communication"
         )
 
-    def _notes(self) -> tuple[str, ...]:
-        return self.assumptions if self.uncertainty is None else (str(self.uncertainty), *self.assumptions)
-
-    def _rows(self) -> list[tuple[str, ...]]:
+    def _table(self) -> Table:
         total = self.total_s or 1.0
-        return [(part, format_ms(seconds), f"{seconds / total:.1%}") for part, seconds in self.parts.items()]
-
-    def __str__(self) -> str:
-        return text_table(self._summary(), _HEAD, self._rows(), self._notes())
-
-    __repr__ = __str__
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {
-            "text/plain": str(self),
-            "text/html": html_table(self._summary(), _HEAD, self._rows(), self._notes()),
-        }
+        rows = [(part, format_ms(seconds), f"{seconds / total:.1%}") for part, seconds in self.parts.items()]
+        expected = () if self.uncertainty is None else (str(self.uncertainty),)
+        return self._summary(), _HEAD, rows, (*expected, *self.assumptions)
 
 
 def compute_work(layout: ParallelLayout, pp_rank: int) -> dict[str, Work]:

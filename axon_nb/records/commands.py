@@ -47,7 +47,7 @@ class Option(Struct, frozen=True):
         """Let a command line accept it."""
         options: dict[str, Any] = {
             "metavar": self.metavar or None,
-            "type": _integer if self.type is int else self.type,
+            "type": integer if self.type is int else self.type,
             "help": self.help,
         }
         if self.flag:
@@ -60,7 +60,8 @@ class Option(Struct, frozen=True):
             parser.add_argument(self.name, nargs="?", default=self.default, **options)
 
 
-def _integer(text: str) -> int:
+def integer(text: str) -> int:
+    """Read a whole number for argparse."""
     try:
         return int(text)
     except ValueError:

@@ -333,16 +333,9 @@ def plan_layouts(
     )
     layouts = [
         {
-            "dp": one.dp,
-            "tp": one.tp,
-            "pp": one.pp,
-            "strategy": one.strategy,
-            "microbatches": one.num_microbatches,
-            "activation_checkpointing": one.activation_checkpointing,
-            "step_ms": round(one.step_s * 1e3, 3) if one.memory else None,
-            "memory_gib": round(one.memory_bytes / 1024**3, 3) if one.memory else None,
-            "fits": one.fits,
-            "reason": one.reason,
+            key.removeprefix("num_"): round(value, 3) if isinstance(value, float) else value
+            for key, value in one.row.items()
+            if key != "simulated"
         }
         for one in table.candidates[: max(1, top)]
     ]

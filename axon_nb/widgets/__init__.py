@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from axon_nb.lazy import lazy_names
 
 if TYPE_CHECKING:
     from axon_nb.widgets.cell.views import RankStrip
@@ -14,25 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryView", "RankStrip", "ShardsView", "TimelineView", "WatchView"]
 
-_MODULE_OF = {
-    "MemoryView": "memory.view",
-    "RankStrip": "cell.views",
-    "ShardsView": "shards",
-    "TimelineView": "timeline.view",
-    "WatchView": "watch.view",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use, and cache it."""
-    module = _MODULE_OF.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{module}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """List the public names, including those not imported yet."""
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "cell.views": "RankStrip",
+        "memory.view": "MemoryView",
+        "shards": "ShardsView",
+        "timeline.view": "TimelineView",
+        "watch.view": "WatchView",
+    },
+)

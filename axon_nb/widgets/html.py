@@ -172,6 +172,14 @@ def prose(text: str) -> str:
     return _QUOTED.sub(rf'<code style="{CODE}">\1</code>', escape(text))
 
 
+def svg(width: int, height: int, body: str) -> str:
+    """Return a picture, which may be stretched."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'preserveAspectRatio="none">{body}</svg>'
+    )
+
+
 def svg_uri(svg: str) -> str:
     """Return an SVG as an address for `<img src>`."""
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"

@@ -19,23 +19,7 @@ from axon_nb.cluster.failures import Failure, RankError, agree, failure_line, ne
 from axon_nb.records.colors import KINDS, STATES
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes, format_seconds
-from axon_nb.widgets.html import (
-    CELL,
-    CODE,
-    MUTED,
-    NUMBER,
-    WRAPPED_CELL,
-    data_cells,
-    figure,
-    figures,
-    note_lines,
-    notice,
-    prose,
-    row_title,
-    svg_uri,
-    table,
-    table_row,
-)
+from axon_nb.widgets import html
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,7 +28,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _QUOTED = re.compile(r"'(\w[\w.]*)'")
 _CALL_AT = re.compile(r"(\w+)(?: \([^)]*\))? at line (\d+)")
 _MAX_PLACES = 2
-_COMMAND = f"{CODE};white-space:nowrap;user-select:all"
+_COMMAND = f"{html.CODE};white-space:nowrap;user-select:all"
 _AROUND = 2
 """Lines of code shown before and after the one that failed."""
 _MAX_MESSAGE = 600
@@ -71,7 +55,7 @@ def failure_card(failure: Failure, *, code: str, cell: int, ranks: Sequence[int]
         'font-size:var(--jp-ui-font-size1, 13px);color:var(--jp-ui-font-color1, inherit)">'
         f'<figcaption style="margin:0"><b style="font-weight:600">{escape(claim)}</b></figcaption>'
         f"{words}{_failed_lines(failure, code, cell)}{_fates(failure, ranks)}"
-        f'<div style="margin:6px 0 0">{prose(_kept_variables(failure, ranks))}</div>'
+        f'<div style="margin:6px 0 0">{html.prose(_kept_variables(failure, ranks))}</div>'
         f"{_next_steps(failure, ranks)}</figure>"
     )
 
@@ -112,14 +96,14 @@ def _failed_lines(failure: Failure, code: str, cell: int) -> str:
     shown = sorted(number for number in around if first <= number <= len(lines))
     width = len(str(shown[-1] + 1))
     rows = "".join(
-        f'<div style="{CODE}"><span style="{MUTED};user-select:none">{number:>{width}}  </span>'
+        f'<div style="{html.CODE}"><span style="{html.MUTED};user-select:none">{number:>{width}}  </span>'
         f"{_marked(lines[number - 1], failure.cause, calls[number]) if number in marked else escape(lines[number - 1])}"
         "</div>"
         for number in shown
     )
     caller = ""
     if place is not None and place[1] != place[0]:
-        caller = f'<div style="margin:0 0 4px;{MUTED}">called at line {place[1]}</div>'
+        caller = f'<div style="margin:0 0 4px;{html.MUTED}">called at line {place[1]}</div>'
     return f'<pre style="margin:0 0 6px;padding:0;background:none;white-space:pre">{rows}</pre>{caller}'
 
 
@@ -161,13 +145,13 @@ def _fates(failure: Failure, ranks: Sequence[int]) -> str:
     if len(groups) == 1 and not failure.explanation:
         return ""
     rows = (
-        table_row(
-            row_title(escape(name_ranks(sharing))),
-            f'<td style="{WRAPPED_CELL}">{escape(agree(text, len(sharing)))}</td>',
+        html.table_row(
+            html.row_title(escape(name_ranks(sharing))),
+            f'<td style="{html.WRAPPED_CELL}">{escape(agree(text, len(sharing)))}</td>',
         )
         for text, sharing in sorted(groups.items(), key=lambda group: failure.cause.rank not in group[1])
     )
-    return table((), rows)
+    return html.table((), rows)
 
 
 def _fate(error: RankError | None, missed: Sequence[str] = ()) -> str:
@@ -192,15 +176,15 @@ def _kept_variables(failure: Failure, ranks: Sequence[int]) -> str:
 def _next_steps(failure: Failure, ranks: Sequence[int]) -> str:
     """Return commands to run next, each with what it does; a click selects a command."""
     rows = "".join(
-        table_row(
-            f'<td style="{WRAPPED_CELL}"><code style="{_COMMAND}">{escape(command)}</code>'
-            f' <span style="display:inline-block;{MUTED}">{escape(text)}</span></td>'
+        html.table_row(
+            f'<td style="{html.WRAPPED_CELL}"><code style="{_COMMAND}">{escape(command)}</code>'
+            f' <span style="display:inline-block;{html.MUTED}">{escape(text)}</span></td>'
         )
         for command, text in next_commands(failure, ranks)
     )
     words = failure.hint.replace(failure.kept.remedy, "").strip() if rows else failure.hint
-    hint = f'<div style="margin:4px 0 0">{prose(words)}</div>' if words else ""
-    return hint + (table((), [rows]) if rows else "")
+    hint = f'<div style="margin:4px 0 0">{html.prose(words)}</div>' if words else ""
+    return hint + (html.table((), [rows]) if rows else "")
 
 
 def variables_html(frame: pd.DataFrame) -> str:
@@ -235,10 +219,10 @@ def _shortest(text: str) -> str:
 def _frame_html(columns: dict[str, list[str]]) -> str:
     shown = {name: texts for name, texts in columns.items() if any(texts)}
     rows = (
-        table_row(row_title(escape(first), WRAPPED_CELL), data_cells(rest, WRAPPED_CELL))
+        html.table_row(html.row_title(escape(first), html.WRAPPED_CELL), html.data_cells(rest, html.WRAPPED_CELL))
         for first, *rest in zip(*shown.values(), strict=True)
     )
-    return f'<div style="overflow-x:auto">{table(list(shown), rows)}</div>'
+    return f'<div style="overflow-x:auto">{html.table(list(shown), rows)}</div>'
 
 
 def _cell(column: str, value: Any) -> str:
@@ -256,22 +240,22 @@ def branches_bundle(branches: Branches) -> dict[str, str]:
     rows = [_branch_row(row, metrics, ranges, is_kept=row.value == branches.kept) for row in branches.rows]
     titles = [branches.name, "", *(title for metric in metrics for title in (metric, "")), "time", "peak memory"]
     frame = branches.to_frame()
-    return {"text/html": table(titles, rows), "text/plain": frame.to_string(index=False)}
+    return {"text/html": html.table(titles, rows), "text/plain": frame.to_string(index=False)}
 
 
 def _branch_row(row: Branch, metrics: Sequence[str], ranges: dict[str, tuple[float, float]], *, is_kept: bool) -> str:
     state = "diverged" if row.state == "ok" and _has_diverged(row) else _STATES.get(row.state, row.state)
     shown = f'<b style="font-weight:600">{escape(state)}, kept</b>' if is_kept else escape(state)
     error = f"<br>{escape(row.error)}" if row.error else ""
-    title = row_title(f"{'✓ ' if is_kept else ''}{escape(row.value)}")
-    cells = [title, f'<td style="{WRAPPED_CELL}">{shown}{error}</td>']
+    title = html.row_title(f"{'✓ ' if is_kept else ''}{escape(row.value)}")
+    cells = [title, f'<td style="{html.WRAPPED_CELL}">{shown}{error}</td>']
     for metric in metrics:
         last = row.last(metric)
-        cells.append(data_cells(["" if last is None else f"{last:.4g}"], NUMBER))
-        cells.append(f'<td style="{CELL}">{_sparkline(metric, row.curves.get(metric, ()), ranges[metric])}</td>')
+        cells.append(html.data_cells(["" if last is None else f"{last:.4g}"], html.NUMBER))
+        cells.append(f'<td style="{html.CELL}">{_sparkline(metric, row.curves.get(metric, ()), ranges[metric])}</td>')
     has_run = row.state != "not run"
-    figures = [format_seconds(row.seconds), format_bytes(row.peak_bytes)] if has_run else ["", ""]
-    return table_row(*cells, data_cells(figures, NUMBER))
+    used = [format_seconds(row.seconds), format_bytes(row.peak_bytes)] if has_run else ["", ""]
+    return html.table_row(*cells, html.data_cells(used, html.NUMBER))
 
 
 def _has_diverged(row: Branch) -> bool:
@@ -307,7 +291,7 @@ def _sparkline(metric: str, curve: Sequence[tuple[int, float]], limits: tuple[fl
         f'fill="none" stroke="{color}" stroke-width="2" stroke-linejoin="round"/>{arrow}</svg>'
     )
     what = f"{metric} from {finite[0][1]:.3g} to {curve[-1][1]:.3g}"
-    return f'<img alt="{escape(what)}" src="{svg_uri(svg)}" {size} style="margin:0;max-width:none">'
+    return f'<img alt="{escape(what)}" src="{html.svg_uri(svg)}" {size} style="margin:0;max-width:none">'
 
 
 def comparison_bundle(verdict: Verdict) -> dict[str, str]:
@@ -322,7 +306,7 @@ def _comparison_html(verdict: Verdict) -> str:
     else:
         kind = f" ({found.module})" if found.module else ""
         what = f"{found.what} of {found.name or 'the model'}{kind}"
-        top = notice(f"First difference: {what}.", found.explanation) + figures(
+        top = html.notice(f"First difference: {what}.", found.explanation) + html.figures(
             [
                 ("phase", found.phase, f"call {found.call + 1}"),
                 ("ranks", format_ranks(found.ranks), ""),
@@ -331,11 +315,13 @@ def _comparison_html(verdict: Verdict) -> str:
             ]
         )
     rows = [
-        table_row(row_title(escape(what), WRAPPED_CELL), data_cells([str(total), str(wrong)], NUMBER))
+        html.table_row(
+            html.row_title(escape(what), html.WRAPPED_CELL), html.data_cells([str(total), str(wrong)], html.NUMBER)
+        )
         for what, (total, wrong) in ((key.removeprefix("the "), counts) for key, counts in verdict.counts.items())
     ]
-    counts = table(["compared", "tensors", "differ"], rows)
-    return figure(top + counts + note_lines(verdict.notes), heading="All ranks compared with one rank")
+    counts = html.table(["compared", "tensors", "differ"], rows)
+    return html.figure(top + counts + html.note_lines(verdict.notes), heading="All ranks compared with one rank")
 
 
 def divergence_bundle(verdict: NumbersVerdict) -> dict[str, str]:
@@ -356,5 +342,5 @@ def _divergence_html(verdict: NumbersVerdict) -> str:
             ("computed by", found.operation, ""),
         ]
         shown = [entry for entry in entries if entry[1] not in ("", "0")]
-        top = notice(found.claim, found.advice) + figures(shown)
-    return figure(top + note_lines(verdict.notes[found is not None :]), heading="Numbers of all ranks")
+        top = html.notice(found.claim, found.advice) + html.figures(shown)
+    return html.figure(top + html.note_lines(verdict.notes[found is not None :]), heading="Numbers of all ranks")

@@ -22,20 +22,8 @@ from axon_nb.records.colors import INK, KINDS, RANKS
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.telemetry import Shard
 from axon_nb.records.units import format_bytes
+from axon_nb.widgets import html
 from axon_nb.widgets.assets import script, style
-from axon_nb.widgets.html import (
-    CELL,
-    MUTED,
-    WRAPPED_CELL,
-    figure,
-    note_lines,
-    rank_color,
-    row_title,
-    svg_uri,
-    table,
-    table_row,
-    text_color,
-)
 from axon_nb.widgets.panel import LivePanel, LiveView
 
 Kind = Literal["sharded", "replicated", "partial", "own"]
@@ -365,7 +353,7 @@ def drawing_svg(drawing: Drawing) -> str:
 
 def _box_svg(box: Box) -> str:
     gap = 1 if min(box.width, box.height) > 6 else 0
-    color = KINDS["other"] if box.rank < 0 else rank_color(box.rank)
+    color = KINDS["other"] if box.rank < 0 else html.rank_color(box.rank)
     opacity = f' fill-opacity="{_PALE}"' if box.rank >= 0 and box.rank // len(RANKS) % 2 else ""
     area = f'x="{box.x:g}" y="{box.y:g}" width="{box.width - gap:g}" height="{box.height - gap:g}"'
     shapes = f'<rect {area} fill="{color.both}"{opacity}/>'
@@ -374,7 +362,7 @@ def _box_svg(box: Box) -> str:
     center = f'x="{box.x + box.width / 2:g}" y="{box.y + box.height / 2 + 3.5:g}"'
     return (
         f'{shapes}<text {center} text-anchor="middle" font-family="sans-serif" font-size="10" '
-        f'fill="{text_color(color.both)}">{escape(box.label)}</text>'
+        f'fill="{html.text_color(color.both)}">{escape(box.label)}</text>'
     )
 
 
@@ -444,24 +432,23 @@ def _page_cells(tensor: PlacedTensor) -> tuple[str, str, str, str]:
 def _page_html(title: str, tensors: Sequence[PlacedTensor], folded: Sequence[Alike], notes: Sequence[str]) -> str:
     totals = ranks_by_bytes(bytes_by_rank(tensors))
     total = ", ".join(f"{name_ranks(ranks)}: {format_bytes(size)}" for size, ranks in totals)
-    rows = table(_TITLES, map(_page_row, folded[:_MAX_ROWS]))
-    return figure(f"{rows}{note_lines([total, *notes])}", heading=heading(title, tensors))
+    rows = html.table(_TITLES, map(_page_row, folded[:_MAX_ROWS]))
+    return html.figure(f"{rows}{html.note_lines([total, *notes])}", heading=heading(title, tensors))
 
 
 def _page_row(row: Alike) -> str:
     tensor, drawing = row.first, draw(row.first)
     text = escape("; ".join(describe_boxes(drawing)))
     picture = (
-        f'<img alt="{text}" title="{text}" src="{svg_uri(drawing_svg(drawing))}" width="{drawing.width + 2:g}" '
+        f'<img alt="{text}" title="{text}" src="{html.svg_uri(drawing_svg(drawing))}" width="{drawing.width + 2:g}" '
         f'height="{drawing.height + 2:g}" style="display:block;margin:0;max-width:none">'
     )
     role, shape, where, sizes = map(escape, _page_cells(tensor))
-    words = (
-        f'<div style="font-weight:400;{MUTED}">{role}, {shape}, {sizes}</div><div style="font-weight:400">{where}</div>'
-    )
-    return table_row(
-        row_title(f"{escape(_shown_name(row))}{words}", f"{WRAPPED_CELL};overflow-wrap:anywhere"),
-        f'<td style="{CELL}">{picture}</td>',
+    words = f'<div style="font-weight:400;{html.MUTED}">{role}, {shape}, {sizes}</div>'
+    words += f'<div style="font-weight:400">{where}</div>'
+    return html.table_row(
+        html.row_title(f"{escape(_shown_name(row))}{words}", f"{html.WRAPPED_CELL};overflow-wrap:anywhere"),
+        f'<td style="{html.CELL}">{picture}</td>',
     )
 
 

@@ -11,8 +11,8 @@ import torch
 from axon_nb import plan
 from axon_nb.errors import UsageError
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
-from axon_nb.plan.layout_search.memory import estimate_memory
 from axon_nb.plan.layout_search.plan import Candidate, SearchPlan
+from axon_nb.plan.layout_search.search import estimate_memory
 from axon_nb.plan.tracing.subject import ModelSource
 from axon_nb.plan.tracing.trace import ModelTrace, TraceInterpolator, trace_model
 from axon_nb.plan.traffic.communication import ParallelLayout

@@ -30,7 +30,7 @@ ALLOWED = {
     "axon_nb.comm.shared_memory.segment.futex:_barrier": "cache: a lock of each thread",
     "axon_nb.comm.shared_memory.segment.progress:_open_groups": "slot: what this process closes when it exits",
     "axon_nb.comm.calls:_lock": "lock: blocks of one process that begin and end at once",
-    "axon_nb.comm.group_hooks:_watched": "slot: the groups of this process whose calls are counted now",
+    "axon_nb.comm.calls:_watched": "slot: the groups of this process whose calls are counted now",
     "axon_nb.comm.placements:_meshes": "cache: meshes over the groups of this process",
     "axon_nb.compat.transformers:_order": "slot: the order in which models of this process were called",
     "axon_nb.compat.transformers:_watched": "slot: the calls of this process's split models, weakly",

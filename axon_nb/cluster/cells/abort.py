@@ -16,18 +16,11 @@ import msgspec
 from axon_nb.cluster.divergence import DivergenceWatch, NumbersVerdict
 from axon_nb.cluster.failures import RankError
 from axon_nb.cluster.rpc import Answer, RankClient
+from axon_nb.records import waits
 from axon_nb.records.protocol.cells import AbortReply, AbortRequest, StopRequest
 from axon_nb.records.protocol.inspection import StatusRequest, WaitsReply, WaitsRequest
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.telemetry import RankState
-from axon_nb.records.waits import (
-    RankWaits,
-    describe_absent_ranks,
-    describe_silent_ranks,
-    describe_slow_ranks,
-    explain_deadlock,
-    explain_mismatch,
-)
 
 _ABORT_AFTER_S = 0.3
 """If a rank has failed, the others are aborted after this long at the latest; sooner if all of them wait."""
@@ -412,7 +405,7 @@ class DeadlockWatch:
         known = {rank: reply for rank, reply in replies.items() if reply is not None}
         self._requests, self._suspect = {}, None
         self.stopped = {peer.rank for reply in known.values() for peer in reply.peers if peer.is_stopped}
-        self.slow = describe_silent_ranks(
+        self.slow = waits.describe_silent_ranks(
             {rank: reply.waits for rank, reply in known.items()},
             {rank: reply.peers for rank, reply in known.items()},
             self._silent,
@@ -431,12 +424,12 @@ class DeadlockWatch:
         if len(reports) < len(replies):
             return ""
         started = {rank: reply.started for rank, reply in replies.items() if reply is not None}
-        self.slow = describe_slow_ranks(reports, _SLOW_AFTER_S) or describe_absent_ranks(
+        self.slow = waits.describe_slow_ranks(reports, _SLOW_AFTER_S) or waits.describe_absent_ranks(
             started, self._cell_ranks, _SLOW_AFTER_S
         )
         text = (
-            explain_deadlock(reports, self._cell_ranks, _WAITING_AFTER_S)
-            or explain_mismatch(started)
+            waits.explain_deadlock(reports, self._cell_ranks, _WAITING_AFTER_S)
+            or waits.explain_mismatch(started)
             or _describe_overdue(replies)
         )
         if not text:
@@ -457,7 +450,7 @@ def _describe_overdue(replies: Mapping[int, WaitsReply | None]) -> str:
     return f"{name_ranks(late)}: {late[first]}. Nothing shows what it waits for."
 
 
-def _correct_running(report: RankWaits, unfinished: Collection[int]) -> RankWaits:
+def _correct_running(report: waits.RankWaits, unfinished: Collection[int]) -> waits.RankWaits:
     """Count an unfinished rank that runs nothing as running.
 
     It has not started the cell yet, which takes a while on a busy machine, or its reply is on the way and will arrive

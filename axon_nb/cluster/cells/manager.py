@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Unpack
 
+from axon_nb.cluster import failures
 from axon_nb.cluster.cells import source as cell_code
 from axon_nb.cluster.cells.abort import AbortController, DeadlockWatch
 from axon_nb.cluster.cells.driver import CellHandle, run_to_completion, run_to_completion_async, stop_for
@@ -19,18 +20,6 @@ from axon_nb.cluster.cells.options import CellOptions
 from axon_nb.cluster.cells.result import CellResult, cell_record, last_values, measurements
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.cluster.divergence import DivergenceWatch
-from axon_nb.cluster.failures import (
-    Kept,
-    cell_error,
-    context_hint,
-    different_inputs_hint,
-    hint_for,
-    interrupt_error,
-    left_calls_hint,
-    lost_contexts,
-    shared_draws_hint,
-    shortage_hint,
-)
 from axon_nb.cluster.launch.compatibility import after_failure, collective_timeout
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.output.sinks import WaitNotice
@@ -54,7 +43,7 @@ _ATTACH_HINT = "Run `%distributed attach` to reconnect to both."
 _START_HINT = "Run `%distributed start` to start a new one."
 
 
-def failure_of(run: CellRun, replaced: Sequence[str], kept: Kept) -> BaseException | None:
+def failure_of(run: CellRun, replaced: Sequence[str], kept: failures.Kept) -> BaseException | None:
     """Return the exception that a finished cell raises in the notebook; None if it did not fail.
 
     Args:
@@ -63,16 +52,19 @@ def failure_of(run: CellRun, replaced: Sequence[str], kept: Kept) -> BaseExcepti
         kept: What is kept of ranks that died, and how to replace them.
     """
     if run.interrupted_at is not None:
-        return interrupt_error(run.errors, run.ranks, replaced)
+        return failures.interrupt_error(run.errors, run.ranks, replaced)
     if not run.errors and not run.explanation:
         return None
     threads = [name for end in run.cell.ends.values() for name in end.threads]
-    hints = hint_for(run.errors.values(), remedy=kept.remedy, threads=threads), shortage_hint(run.cell.ends)
-    return cell_error(
+    hints = (
+        failures.hint_for(run.errors.values(), remedy=kept.remedy, threads=threads),
+        failures.shortage_hint(run.cell.ends),
+    )
+    return failures.cell_error(
         run.errors,
         first=run.cell.failed,
         explanation=run.explanation,
-        hint=context_hint(run.errors) or " ".join(filter(None, hints)),
+        hint=failures.context_hint(run.errors) or " ".join(filter(None, hints)),
         timeout_s=run.timeout_s if run.cell.timed_out else None,
         kept=kept,
     )
@@ -262,7 +254,7 @@ class CellManager:
             print(note, file=sys.stderr)
         if state.backend == "nccl":
             state.health.warn_nccl_untested()
-            state.health.lost_contexts.update(lost_contexts(aborted.errors) if aborted is not None else [])
+            state.health.lost_contexts.update(failures.lost_contexts(aborted.errors) if aborted is not None else [])
         return Recovery(
             state.client,
             state.ranks,
@@ -298,7 +290,9 @@ class CellManager:
             raise ClusterLostError(f"The cluster {state.name!r} {run.cell.lost} {when}. {hint}")
         state.health.track_stuck(run)
         replaced = replace_stuck(state, run.cell.to_replace)
-        for hint in filter(None, (left_calls_hint(run.cell.ends), different_inputs_hint(run.cell.ends))):
+        for hint in filter(
+            None, (failures.left_calls_hint(run.cell.ends), failures.different_inputs_hint(run.cell.ends))
+        ):
             print(hint, file=sys.stderr)
         numbers = run.abort.judge_numbers(failed=any(error.kind == "raised" for error in run.errors.values()))
         failure = failure_of(run, replaced, kept_of(state, self.settings.protect, run.errors.values()))
@@ -313,7 +307,7 @@ class CellManager:
         with_value = [rank for rank, end in run.cell.ends.items() if wanted and end.has_value]
         fetched = last_values(state, with_value, run.token)
         if not options.get("quiet", False):
-            state.health.hint("draws", shared_draws_hint(run.cell.ends, run.ranks))
+            state.health.hint("draws", failures.shared_draws_hint(run.cell.ends, run.ranks))
         text = {rank: run.output.text(rank) for rank in run.ranks}
         measured = measurements(run.cell.ends)
         return CellResult(fetched, run.errors, run.cell.seconds, text, record=record, numbers=numbers, **measured)

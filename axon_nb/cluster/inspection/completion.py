@@ -11,13 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from axon_nb.cluster.rpc import Answer
-from axon_nb.records.protocol.cells import (
-    CompleteRequest,
-    InspectRequest,
-    KnownName,
-    NamesReply,
-    NamesRequest,
-)
+from axon_nb.records.protocol import cells as protocol
 from axon_nb.records.protocol.wire import Request
 
 if TYPE_CHECKING:
@@ -40,13 +34,13 @@ class NameSnapshot:
     """A rank's names with their attributes and keys, after its last cell; see `axon_nb.engine.kernel.control`."""
 
     def __init__(self) -> None:
-        self._names: Mapping[str, KnownName] = {}
+        self._names: Mapping[str, protocol.KnownName] = {}
         self._types: dict[str, Sequence[str]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._names)
 
-    def update(self, names: Mapping[str, KnownName], types: Mapping[str, Sequence[str]]) -> None:
+    def update(self, names: Mapping[str, protocol.KnownName], types: Mapping[str, Sequence[str]]) -> None:
         """Replace the names with those that the rank reported; callable from any thread."""
         self._types = {**self._types, **types}
         self._names = names
@@ -66,7 +60,7 @@ class NameSnapshot:
             return self._keys(name, fragment, quote)
         if match := _ATTRIBUTE.search(before):
             name, fragment = match.groups()
-            entry = self._names.get(name, KnownName())
+            entry = self._names.get(name, protocol.KnownName())
             attributes = {*entry.own, *self._types.get(entry.type, ())}
             return fragment, _with_prefix(attributes, fragment)
         match = _NAME.search(before)
@@ -76,7 +70,7 @@ class NameSnapshot:
         return fragment, _with_prefix({*self._names, *_WORDS}, fragment)
 
     def _keys(self, name: str, fragment: str, quote: str | None) -> tuple[str, list[str]]:
-        keys = self._names.get(name, KnownName()).keys
+        keys = self._names.get(name, protocol.KnownName()).keys
         if quote is None:
             return fragment, [key for key in keys if key.startswith(fragment)]
         inner = fragment[1:]
@@ -108,7 +102,7 @@ class CompletionClient:
     def complete(self, rank: int, line: str, cursor: int) -> tuple[str, list[str]]:
         """Complete `line` at column `cursor`: return the text before the cursor to replace, and the candidates."""
         self._snapshots.setdefault(rank, NameSnapshot())
-        reply = self._request(rank, CompleteRequest(line, cursor), _COMPLETE_TIMEOUT_S)
+        reply = self._request(rank, protocol.CompleteRequest(line, cursor), _COMPLETE_TIMEOUT_S)
         if reply is not None:
             return reply.fragment, list(reply.matches)
         known = self._snapshots[rank] or self._snapshots.get(0) or NameSnapshot()
@@ -118,13 +112,13 @@ class CompletionClient:
         """Return the names that the rank had at the last refresh; the first time, ask for them."""
         if rank not in self._snapshots:
             self._snapshots[rank] = NameSnapshot()
-            if (reply := self._request(rank, NamesRequest(()), _COMPLETE_TIMEOUT_S)) is not None:
+            if (reply := self._request(rank, protocol.NamesRequest(()), _COMPLETE_TIMEOUT_S)) is not None:
                 self._snapshots[rank].update(reply.names, reply.types)
         return self._snapshots[rank].names()
 
     def inspect(self, rank: int, name: str, *, detail: int, omit: tuple[str, ...] = ()) -> dict[str, str] | None:
         """Return help on a name as a mime bundle; empty if the rank has no such name, None if it does not answer."""
-        reply = self._request(rank, InspectRequest(name, detail, omit), _INSPECT_TIMEOUT_S)
+        reply = self._request(rank, protocol.InspectRequest(name, detail, omit), _INSPECT_TIMEOUT_S)
         return None if reply is None else dict(reply.data)
 
     @property
@@ -136,7 +130,7 @@ class CompletionClient:
         """Request the names of rank 0 and of all ranks completed on before; does not wait for the replies."""
         for rank in {0, *self._snapshots}:
             snapshot = self._snapshots.setdefault(rank, NameSnapshot())
-            answer = self._send(rank, NamesRequest(tuple(snapshot.types())))
+            answer = self._send(rank, protocol.NamesRequest(tuple(snapshot.types())))
             if answer is not None:
                 answer.add_done_callback(lambda done, snapshot=snapshot: _update(snapshot, done))  # type: ignore[misc]
 
@@ -163,7 +157,7 @@ class CompletionClient:
         return answer
 
 
-def _update(snapshot: NameSnapshot, answer: Answer[NamesReply]) -> None:
+def _update(snapshot: NameSnapshot, answer: Answer[protocol.NamesReply]) -> None:
     with contextlib.suppress(Exception):  # runs on the client's thread; on failure the previous names stay
         reply = answer.result()
         snapshot.update(reply.names, reply.types)

@@ -167,19 +167,10 @@ def status_frame(info: ClusterInfo) -> pd.DataFrame:
     """Return one row per rank; `memory` is resident bytes, `device_memory` bytes on the accelerator."""
     import pandas as pd
 
-    columns: dict[str, list[Any]] = {
-        "rank": [row.rank for row in info.ranks],
-        "host": [row.host for row in info.ranks],
-        "pid": [row.pid for row in info.ranks],
-        "device": [row.device for row in info.ranks],
-        "backend": [row.backend for row in info.ranks],
-        "state": [row.state for row in info.ranks],
-        "memory": [row.rss_bytes for row in info.ranks],
-        "device_memory": [row.device_bytes for row in info.ranks],
-    }
-    frame = pd.DataFrame(columns)
+    names = ("rank", "host", "pid", "device", "backend", "state", "rss_bytes", "device_bytes")
+    frame = pd.DataFrame({name: [getattr(row, name) for row in info.ranks] for name in names})
     frame["cell"] = pd.array([row.cell for row in info.ranks], dtype="Int64")
-    return frame
+    return frame.rename(columns={"rss_bytes": "memory", "device_bytes": "device_memory"})
 
 
 def rank_stacks(client: RankClient, ranks: Sequence[int], world: Sequence[int], dead: Mapping[int, str]) -> Stacks:

@@ -11,18 +11,7 @@ from msgspec.structs import replace
 from axon_nb.cluster import rpc
 from axon_nb.cluster.rpc import Replies, request_each
 from axon_nb.errors import AxonError, UsageError
-from axon_nb.records.protocol.inspection import (
-    DescribeRecording,
-    DescribeVariables,
-    GetVariableParts,
-    GetVariableTree,
-    LayoutsReply,
-    LayoutsRequest,
-    RecordingFacts,
-    VariableFacts,
-    VariablePart,
-    VariableTree,
-)
+from axon_nb.records.protocol import inspection as protocol
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.telemetry import Shard
 
@@ -61,8 +50,8 @@ def variables_frame(state: ClusterState) -> pd.DataFrame:
             "meanwhile)."
         )
     living = state.live_ranks
-    futures = {rank: rpc.call(state.connection.client, rank, DescribeVariables()) for rank in living}
-    by_name: dict[str, dict[int, VariableFacts]] = {}
+    futures = {rank: rpc.call(state.connection.client, rank, protocol.DescribeVariables()) for rank in living}
+    by_name: dict[str, dict[int, protocol.VariableFacts]] = {}
     for rank, future in futures.items():
         for fact in future.result(timeout=_TIMEOUT_S):
             by_name.setdefault(fact.name, {})[rank] = fact
@@ -72,7 +61,7 @@ def variables_frame(state: ClusterState) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(_VARIABLE_COLUMNS))
 
 
-def _variable_row(name: str, facts: Mapping[int, VariableFacts], ranks: Sequence[int]) -> dict[str, Any]:
+def _variable_row(name: str, facts: Mapping[int, protocol.VariableFacts], ranks: Sequence[int]) -> dict[str, Any]:
     merged = {
         column: _merge([getattr(fact, key) for fact in facts.values()]) for column, key in _MERGED_COLUMNS.items()
     }
@@ -85,7 +74,7 @@ def _merge(values: Sequence[str]) -> str:
     return distinct[0] if len(distinct) == 1 else f"{distinct[0]}, …" if len(distinct) > 2 else " or ".join(distinct)
 
 
-def agreement(facts: Mapping[int, VariableFacts], ranks: Sequence[int]) -> str:
+def agreement(facts: Mapping[int, protocol.VariableFacts], ranks: Sequence[int]) -> str:
     """Say whether ranks have the same value: ``same``, ``differs on rank 2``, ``only on ranks 0-1``.
 
     Args:
@@ -135,7 +124,7 @@ def difference_frame(state: ClusterState, name: str, reference: int = 0) -> pd.D
     if reference in state.health.dead:
         raise UsageError(f"--from {reference}: rank {reference} is dead; choose another rank.")
     living = state.live_ranks
-    trees = _call_all(state, dict.fromkeys(living, GetVariableTree(name)))
+    trees = _call_all(state, dict.fromkeys(living, protocol.GetVariableTree(name)))
     if (ours := trees[reference]).refused:
         raise UsageError(f"{name!r} of rank {reference} {ours.refused}.")
     if reason := ours.skipped.get(0):
@@ -147,7 +136,7 @@ def difference_frame(state: ClusterState, name: str, reference: int = 0) -> pd.D
         rank: tuple(theirs for _, theirs in pairs if theirs is not None) for rank, pairs in found.items()
     }
     wanted[reference] = tuple({mine: None for pairs in found.values() for mine, _ in pairs if mine is not None})
-    parts = _call_all(state, {rank: GetVariableParts(name, nodes) for rank, nodes in wanted.items() if nodes})
+    parts = _call_all(state, {rank: protocol.GetVariableParts(name, nodes) for rank, nodes in wanted.items() if nodes})
     rows = []
     for rank in living:
         if trees[rank].refused:
@@ -176,7 +165,7 @@ def _call_all(state: ClusterState, calls: Mapping[int, Any]) -> dict[int, Any]:
     return {rank: future.result(timeout=_TIMEOUT_S) for rank, future in futures.items()}
 
 
-def _different_nodes(ours: VariableTree, theirs: VariableTree) -> list[tuple[int | None, int | None]]:
+def _different_nodes(ours: protocol.VariableTree, theirs: protocol.VariableTree) -> list[tuple[int | None, int | None]]:
     """Return the parts that differ and hold none that does: their numbers in both trees; None: it has no such part."""
     pairs: list[tuple[int | None, int | None]] = []
     one, other = _Tree(ours), _Tree(theirs)
@@ -207,7 +196,7 @@ def _different_nodes(ours: VariableTree, theirs: VariableTree) -> list[tuple[int
 class _Tree:
     """The parts of a variable by number."""
 
-    def __init__(self, tree: VariableTree) -> None:
+    def __init__(self, tree: protocol.VariableTree) -> None:
         self._tree = tree
         self._ends = memoryview(tree.ends).cast("q")
 
@@ -230,7 +219,7 @@ class _Tree:
         return found
 
 
-def _difference(ours: VariablePart | None, theirs: VariablePart | None, rank: int) -> dict[str, Any]:
+def _difference(ours: protocol.VariablePart | None, theirs: protocol.VariablePart | None, rank: int) -> dict[str, Any]:
     if ours is None or theirs is None:
         part = ours or theirs
         where = "the reference" if theirs is None else f"rank {rank}"
@@ -276,7 +265,9 @@ def _difference_row(
     return dict(zip(_DIFFERENCE_COLUMNS, (part, rank, differing, of, at, largest, values), strict=True))
 
 
-def request_recording(state: ClusterState, name: str, known: Mapping[int, RecordingFacts]) -> dict[int, RecordingFacts]:
+def request_recording(
+    state: ClusterState, name: str, known: Mapping[int, protocol.RecordingFacts]
+) -> dict[int, protocol.RecordingFacts]:
     """Request what the ranks' recordings of that name hold; the known ones where they have not changed.
 
     Raises:
@@ -284,7 +275,9 @@ def request_recording(state: ClusterState, name: str, known: Mapping[int, Record
     """
     if state.busy:
         raise UsageError(f"A cell is running on {name_ranks(state.busy)}: look inside when it has finished.")
-    calls = {rank: DescribeRecording(name, known[rank].key if rank in known else 0) for rank in state.live_ranks}
+    calls = {
+        rank: protocol.DescribeRecording(name, known[rank].key if rank in known else 0) for rank in state.live_ranks
+    }
     found = {
         rank: known[rank] if rank in known and not facts.refused and facts.key == known[rank].key else facts
         for rank, facts in _call_all(state, calls).items()
@@ -310,7 +303,7 @@ class LayoutRequest:
 
     def __init__(self, state: ClusterState, names: Sequence[str], *, gradients: bool = False) -> None:
         self._state = state
-        self._request = LayoutsRequest(tuple(names), gradients)
+        self._request = protocol.LayoutsRequest(tuple(names), gradients)
         self._known: dict[int, tuple[str, Sequence[Shard]]] = {}
         """By rank: the key of its last reply, and the shards."""
         self._notes: list[str] = []
@@ -354,7 +347,7 @@ def request_layouts(
     return LayoutRequest(state, names, gradients=gradients).send()
 
 
-def _layout_notes(replies: Replies[LayoutsReply], ranks: Sequence[int]) -> list[str]:
+def _layout_notes(replies: Replies[protocol.LayoutsReply], ranks: Sequence[int]) -> list[str]:
     refusals = replies.refused
     if not replies:
         reason = Counter(refusals.values()).most_common(1)[0][0]

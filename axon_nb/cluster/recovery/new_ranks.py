@@ -22,16 +22,9 @@ from axon_nb.cluster.launch.engines import ANSWER_S, COPY_S, STATES_S, ask, awai
 from axon_nb.cluster.launch.launchers import fork_request, rank_hosts
 from axon_nb.cluster.launch.placement import rank_environment
 from axon_nb.errors import StartError
+from axon_nb.records.protocol import recovery as protocol
 from axon_nb.records.protocol.agent import GetInfo
 from axon_nb.records.protocol.inspection import StatusRequest
-from axon_nb.records.protocol.recovery import (
-    GroupRecord,
-    ListGroups,
-    ListProtected,
-    LostShards,
-    ProtectedStep,
-    RestoreProtected,
-)
 from axon_nb.records.protocol.transfer import ListGroupVariables, PackNamespace, ReceiveNamespace, SendNamespace
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes
@@ -64,10 +57,10 @@ def interrupts_deferred() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, previous)
 
 
-def list_groups(connection: Connection, survivors: Sequence[int]) -> list[GroupRecord]:
+def list_groups(connection: Connection, survivors: Sequence[int]) -> list[protocol.GroupRecord]:
     """Return the groups of all these ranks besides the default one, in the order of their creation."""
-    by_name: dict[str, GroupRecord] = {}
-    for groups in ask(connection, dict.fromkeys(survivors, ListGroups())).values():
+    by_name: dict[str, protocol.GroupRecord] = {}
+    for groups in ask(connection, dict.fromkeys(survivors, protocol.ListGroups())).values():
         by_name.update({group.name: group for group in groups})
     return sorted(by_name.values(), key=lambda group: (len(group.name), group.name))
 
@@ -177,23 +170,23 @@ def return_to_protected(connection: Connection, ranks: Sequence[int]) -> Returne
     Raises:
         StartError: a rank exited, failed or did not reply in time.
     """
-    held = ask(connection, dict.fromkeys(ranks, ListProtected()))
+    held = ask(connection, dict.fromkeys(ranks, protocol.ListProtected()))
     common = _latest_common([one.held for one in held.values()])
     if common is None:
         return None
-    call = RestoreProtected(common.run, common.fence)
+    call = protocol.RestoreProtected(common.run, common.fence)
     refused = ask(connection, dict.fromkeys(ranks, call), within=STATES_S)
     furthest = max(one.now for one in held.values())
     repeated = max(0, furthest - common.step)
     return Returned(common.step, repeated, {rank: lines for rank, lines in refused.items() if lines})
 
 
-def _latest_common(held: Sequence[Sequence[ProtectedStep]]) -> ProtectedStep | None:
+def _latest_common(held: Sequence[Sequence[protocol.ProtectedStep]]) -> protocol.ProtectedStep | None:
     first, *others = held
     return next((step for step in first if all(step in steps for steps in others)), None)
 
 
-class LostPart(LostShards, frozen=True):
+class LostPart(protocol.LostShards, frozen=True):
     """A variable of which the replaced ranks held a part that no other rank has."""
 
     def __str__(self) -> str:
@@ -256,7 +249,7 @@ class RepairReport(Struct, frozen=True):
         reasons: Mapping[int, str],
         source: int | None,
         copied: Copied | None,
-        lost: Mapping[int, Sequence[LostShards]],
+        lost: Mapping[int, Sequence[protocol.LostShards]],
         returned: Returned | None = None,
     ) -> RepairReport:
         """Build the report; `lost` is what each survivor reports, of which the largest part of a variable counts."""

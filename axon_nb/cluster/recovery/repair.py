@@ -25,34 +25,14 @@ from axon_nb.cluster.launch.compatibility import can_replace, refusal
 from axon_nb.cluster.launch.engines import ANSWER_S, ask, join_config, store_address
 from axon_nb.cluster.launch.hosts import start_missing
 from axon_nb.cluster.launch.placement import place_ranks
-from axon_nb.cluster.recovery.new_ranks import (
-    Copied,
-    RepairReport,
-    Returned,
-    copy_namespace,
-    fork_ranks,
-    interrupts_deferred,
-    list_groups,
-    return_to_protected,
-)
+from axon_nb.cluster.recovery import new_ranks
 from axon_nb.cluster.rpc import Answer, RankClient
 from axon_nb.cluster.state import ClusterState, Health
 from axon_nb.errors import AxonError, ClusterLostError, StartError, UsageError
 from axon_nb.host.client import AgentClient, outcome
+from axon_nb.records.protocol import recovery as protocol
 from axon_nb.records.protocol.agent import AgentState, GetInfo, Signal
 from axon_nb.records.protocol.cells import AbortReply, AbortRequest
-from axon_nb.records.protocol.recovery import (
-    Describe,
-    DisableGroups,
-    FindLostShards,
-    GroupRecord,
-    Join,
-    ListKeptGroups,
-    OptimizerReport,
-    Recover,
-    RecoverAfterRepair,
-    RecoveryReport,
-)
 from axon_nb.records.protocol.wire import RankCall
 from axon_nb.records.ranks import format_ranks, name_ranks
 
@@ -85,7 +65,7 @@ def repair(
     names: Sequence[str] = (),
     all_allowed: bool = False,
     host: str | None = None,
-) -> RepairReport:
+) -> new_ranks.RepairReport:
     """Replace ranks and rebuild all process groups; if every rank is alive and the groups are disabled, only rebuild.
 
     Args:
@@ -108,21 +88,21 @@ def repair(
         raise StartError(f"{AGENT_SILENT[0].upper()}{AGENT_SILENT[1:]}. Wait for it, or run `%distributed restart`.")
     layout = state.layout if host is None else _moved(state, targets, host)
     start_missing(state.connection, layout, state.hosts, targets)
-    with interrupts_deferred() as interrupted:
+    with new_ranks.interrupts_deferred() as interrupted:
         reasons = {rank: state.health.dead.get(rank, "") for rank in targets}
         _kill(state, [rank for rank in targets if rank not in state.health.dead])
-        lost = ask(state.connection, dict.fromkeys(survivors, FindLostShards(tuple(targets))))
+        lost = ask(state.connection, dict.fromkeys(survivors, protocol.FindLostShards(tuple(targets))))
         _replace_ranks(state, layout, targets, survivors, interrupted)
         copied = None if source is None else _copy(state, targets, survivors, source, names)
         returned = _return(state, targets) if targets and source is None else None
-    return RepairReport.of(
+    return new_ranks.RepairReport.of(
         targets, survivors, reasons=reasons, source=source, copied=copied, lost=lost, returned=returned
     )
 
 
-def _return(state: ClusterState, ranks: Sequence[int]) -> Returned | None:
+def _return(state: ClusterState, ranks: Sequence[int]) -> new_ranks.Returned | None:
     try:
-        return return_to_protected(state.connection, state.ranks)
+        return new_ranks.return_to_protected(state.connection, state.ranks)
     except StartError as error:
         raise StartError(
             f"Replaced {name_ranks(ranks)}, but failed to return to the last protected step: run `%distributed repair "
@@ -132,9 +112,9 @@ def _return(state: ClusterState, ranks: Sequence[int]) -> Returned | None:
 
 def _copy(
     state: ClusterState, ranks: Sequence[int], survivors: Sequence[int], source: int, names: Sequence[str]
-) -> Copied:
+) -> new_ranks.Copied:
     try:
-        return copy_namespace(state.connection, ranks, survivors, source, names)
+        return new_ranks.copy_namespace(state.connection, ranks, survivors, source, names)
     except StartError as error:
         raise StartError(
             f"Replaced {name_ranks(ranks)}, but failed to copy the variables of rank {source}: the new "
@@ -200,9 +180,9 @@ def _replace_ranks(
     survivors: Sequence[int],
     interrupted: threading.Event,
 ) -> None:
-    groups = list_groups(state.connection, survivors)
+    groups = new_ranks.list_groups(state.connection, survivors)
     try:
-        fork_ranks(state.connection, layout, targets, interrupted)
+        new_ranks.fork_ranks(state.connection, layout, targets, interrupted)
         infos = _join(state, layout, targets, survivors, _with_kept_groups(state.connection, targets, groups))
     except StartError as error:
         # The next repair would take the exit of one that is left for that of its successor.
@@ -217,11 +197,11 @@ def _replace_ranks(
 
 
 def _with_kept_groups(
-    connection: Connection, targets: Sequence[int], groups: Sequence[GroupRecord]
-) -> list[GroupRecord]:
+    connection: Connection, targets: Sequence[int], groups: Sequence[protocol.GroupRecord]
+) -> list[protocol.GroupRecord]:
     """Add the groups of which no rank survives, as far as protection kept them."""
     by_name = {group.name: group for group in groups}
-    for kept in ask(connection, {rank: ListKeptGroups(rank) for rank in targets}).values():
+    for kept in ask(connection, {rank: protocol.ListKeptGroups(rank) for rank in targets}).values():
         by_name |= {group.name: group for group in kept if set(group.ranks) <= set(targets)}
     return sorted(by_name.values(), key=lambda group: (len(group.name), group.name))
 
@@ -231,20 +211,20 @@ def _join(
     layout: Layout,
     targets: Sequence[int],
     survivors: Sequence[int],
-    groups: Sequence[GroupRecord],
+    groups: Sequence[protocol.GroupRecord],
 ) -> dict[int, Any]:
     connection, infos = state.connection, state.rank_info
     if layout.hosts != state.layout.hosts:
-        described = ask(connection, dict.fromkeys(targets, Describe()))
+        described = ask(connection, dict.fromkeys(targets, protocol.Describe()))
         infos = tuple(described.get(rank, info) for rank, info in enumerate(infos))
     epoch = state.next_epoch()
-    calls: dict[int, RankCall[Any]] = dict.fromkeys(survivors, RecoverAfterRepair(epoch))
+    calls: dict[int, RankCall[Any]] = dict.fromkeys(survivors, protocol.RecoverAfterRepair(epoch))
     placements = place_ranks(layout, infos)
     store = store_address(connection, {info.host for info in (*infos, *state.rank_info)})
     for rank in targets:
         config = join_config(layout, state.settings, rank, placements[rank], store, recoverable=True)
         rank_groups = tuple(group for group in groups if rank in group.ranks)
-        calls[rank] = Join(config, epoch, rank_groups)
+        calls[rank] = protocol.Join(config, epoch, rank_groups)
     try:
         return ask(connection, calls)
     except AxonError:
@@ -262,7 +242,7 @@ def _release_survivors(connection: Connection, targets: Sequence[int], survivors
     what = f"{name_ranks(targets)} could not be replaced" if targets else "the process groups could not be rebuilt"
     reason = f"{what}; run `%distributed repair` to try again"
     for rank in survivors:
-        rpc.call(client, rank, DisableGroups(reason))
+        rpc.call(client, rank, protocol.DisableGroups(reason))
 
 
 def _kill(state: ClusterState, ranks: Sequence[int]) -> None:
@@ -276,7 +256,7 @@ def _kill(state: ClusterState, ranks: Sequence[int]) -> None:
         time.sleep(0.005)
 
 
-def describe_diverged_steps(reports: Mapping[int, Sequence[OptimizerReport]]) -> list[str]:
+def describe_diverged_steps(reports: Mapping[int, Sequence[protocol.OptimizerReport]]) -> list[str]:
     """Describe, in a line per optimizer, which ranks made one step more than others in the last cell.
 
     Nothing is reported if ranks may differ on purpose: other optimizers, other models, other steps before the cell, no
@@ -292,7 +272,9 @@ def describe_diverged_steps(reports: Mapping[int, Sequence[OptimizerReport]]) ->
     return [line for line in lines if line]
 
 
-def _match_optimizer(number: int, reports: Mapping[int, Sequence[OptimizerReport]]) -> dict[int, OptimizerReport]:
+def _match_optimizer(
+    number: int, reports: Mapping[int, Sequence[protocol.OptimizerReport]]
+) -> dict[int, protocol.OptimizerReport]:
     matches = {rank: record for rank, report in reports.items() for record in report if record.number == number}
     names = {record.name for record in matches.values()}
     for rank in reports.keys() - matches.keys():
@@ -301,7 +283,7 @@ def _match_optimizer(number: int, reports: Mapping[int, Sequence[OptimizerReport
     return dict(sorted(matches.items()))
 
 
-def _describe_divergence(optimizers: Mapping[int, OptimizerReport]) -> str:
+def _describe_divergence(optimizers: Mapping[int, protocol.OptimizerReport]) -> str:
     first = next(iter(optimizers.values()))
     is_same = all(entry.shapes == first.shapes and entry.before == first.before for entry in optimizers.values())
     steps = {rank: record.steps for rank, record in optimizers.items()}
@@ -383,7 +365,7 @@ class Recovery:
         self._ranks = list(ranks)
         self._health = health
         self._attempt = 0
-        self._futures: dict[int, Future[RecoveryReport]] = {}
+        self._futures: dict[int, Future[protocol.RecoveryReport]] = {}
         self._aborts: list[Answer[AbortReply]] = []
         self._started_at = 0.0
         self._aborted_at = 0.0
@@ -445,7 +427,7 @@ class Recovery:
         self._attempt += 1
         self._started_at = now
         epoch = self._next_epoch()
-        self._futures = {r: rpc.call(self._client, r, Recover(epoch)) for r in self._ranks}
+        self._futures = {r: rpc.call(self._client, r, protocol.Recover(epoch)) for r in self._ranks}
         return False
 
     def _abort_attempt(self, now: float) -> None:
@@ -475,7 +457,7 @@ class Recovery:
     def _disable_groups(self, reason: str, ranks: Sequence[int], *, until_back: bool = False) -> bool:
         self._health.groups_disabled, self._health.rebuild_when_back = reason, until_back
         for rank in ranks:
-            rpc.call(self._client, rank, DisableGroups(reason))
+            rpc.call(self._client, rank, protocol.DisableGroups(reason))
         return True
 
 

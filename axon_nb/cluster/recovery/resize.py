@@ -21,31 +21,13 @@ from axon_nb.cluster import rpc
 from axon_nb.cluster.launch.compatibility import refusal
 from axon_nb.cluster.launch.engines import ANSWER_S, STATES_S, ask, gather, join_config, store_address
 from axon_nb.cluster.launch.placement import Layout, place_ranks, raise_if_over_quota, raise_if_too_few
-from axon_nb.cluster.recovery.new_ranks import (
-    Copied,
-    choose_hosts,
-    copy_namespace,
-    fork_ranks,
-    interrupts_deferred,
-)
+from axon_nb.cluster.recovery import new_ranks
 from axon_nb.cluster.recovery.repair import AGENT_SILENT
 from axon_nb.errors import AxonError, StartError, UsageError
 from axon_nb.host.resources import usable_cores
+from axon_nb.records.protocol import recovery as protocol
 from axon_nb.records.protocol.agent import EngineInfo, Signal
 from axon_nb.records.protocol.cells import AbortRequest
-from axon_nb.records.protocol.recovery import (
-    CommitResize,
-    Committed,
-    Describe,
-    DisableGroups,
-    FindObstacles,
-    Join,
-    JoinConfig,
-    RecoverAfterRepair,
-    SettleResize,
-    SetWorld,
-    StageStates,
-)
 from axon_nb.records.protocol.wire import RankCall
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
@@ -73,12 +55,12 @@ def resize(state: ClusterState, size: int) -> ResizeReport:
     """
     _check_request(state, size)
     old = state.world_size
-    obstacles = ask(state.connection, dict.fromkeys(state.ranks, FindObstacles(size)))
+    obstacles = ask(state.connection, dict.fromkeys(state.ranks, protocol.FindObstacles(size)))
     if named := {name: why for found in obstacles.values() for name, why in found.items()}:
         raise UsageError("\n".join(f"`{name}` {why}." for name, why in named.items()))
     layout = _resized(state.layout, size, threads=state.settings.threads)
-    layout = msgspec.structs.replace(layout, hosts=choose_hosts(state.connection, state.layout, size))
-    with interrupts_deferred() as interrupted:
+    layout = msgspec.structs.replace(layout, hosts=new_ranks.choose_hosts(state.connection, state.layout, size))
+    with new_ranks.interrupts_deferred() as interrupted:
         change = _Change(state, layout, interrupted)
         try:
             infos, copied = change.prepare()
@@ -109,10 +91,10 @@ def settle(state: ClusterState, resized_from: Mapping[int, int]) -> None:
     for rank in resized_from:  # it may wait for a rank that is gone
         state.client.request(rank, AbortRequest()).wait(_RESEND_INTERVAL_S)
     old_size = 0 if before == state.world_size else before
-    ask(state.connection, {rank: SettleResize(configs[rank], old_size) for rank in resized_from})
+    ask(state.connection, {rank: protocol.SettleResize(configs[rank], old_size) for rank in resized_from})
 
 
-def _configs_of(state: ClusterState, layout: Layout, infos: Sequence[EngineInfo]) -> list[JoinConfig]:
+def _configs_of(state: ClusterState, layout: Layout, infos: Sequence[EngineInfo]) -> list[protocol.JoinConfig]:
     store = store_address(state.connection, {info.host for info in infos})
     return [
         join_config(layout, state.settings, rank, placement, store, recoverable=True)
@@ -187,18 +169,18 @@ class _Change:
         self._staying = list(range(min(self._old, self._new)))
         self._futures: list[tuple[int, Future[Any]]] = []
 
-    def prepare(self) -> tuple[tuple[EngineInfo, ...], Copied]:
+    def prepare(self) -> tuple[tuple[EngineInfo, ...], new_ranks.Copied]:
         """Do everything that can fail; return what each rank of the new world reports, and what new ranks got.
 
         Raises:
             AxonError: a rank died or failed, or the user interrupted; call `undo`.
         """
-        infos, copied = self._state.rank_info[: self._new], Copied()
+        infos, copied = self._state.rank_info[: self._new], new_ranks.Copied()
         if self._added:
             infos = (*infos, *self._fork())
             self._form_world(infos)
-            copied = copy_namespace(self._connection, self._added, self._staying, 0, ())
-        self._call_all(StageStates(self._old, self._new), max(self._old, self._new), STATES_S)
+            copied = new_ranks.copy_namespace(self._connection, self._added, self._staying, 0, ())
+        self._call_all(protocol.StageStates(self._old, self._new), max(self._old, self._new), STATES_S)
         if self._leaving:
             self._form_world(infos)
         if self._interrupted.is_set():
@@ -207,16 +189,16 @@ class _Change:
 
     def _fork(self) -> list[EngineInfo]:
         self._state.health.absent.update(self._added)
-        fork_ranks(self._connection, self._layout, self._added, self._interrupted)
-        described = ask(self._connection, dict.fromkeys(self._added, Describe()))
+        new_ranks.fork_ranks(self._connection, self._layout, self._added, self._interrupted)
+        described = ask(self._connection, dict.fromkeys(self._added, protocol.Describe()))
         return [described[rank] for rank in self._added]
 
     def _form_world(self, infos: Sequence[EngineInfo]) -> None:
         configs = _configs_of(self._state, self._layout, infos)
         epoch = self._state.next_epoch()
-        self._send({rank: SetWorld(configs[rank]) for rank in self._staying})
-        calls: dict[int, RankCall[Any]] = {rank: RecoverAfterRepair(epoch) for rank in self._staying}
-        calls |= {rank: Join(configs[rank], epoch) for rank in self._added}
+        self._send({rank: protocol.SetWorld(configs[rank]) for rank in self._staying})
+        calls: dict[int, RankCall[Any]] = {rank: protocol.RecoverAfterRepair(epoch) for rank in self._staying}
+        calls |= {rank: protocol.Join(configs[rank], epoch) for rank in self._added}
         gather(self._send(calls), ANSWER_S, self._connection)
 
     def _send(self, calls: Mapping[int, RankCall[Any]]) -> dict[int, Future[Any]]:
@@ -236,11 +218,11 @@ class _Change:
             connection.client.unregister(rank)
         alive = state.live_ranks
         configs = _configs_of(state, state.layout, state.rank_info)
-        self._send({rank: SetWorld(configs[rank]) for rank in alive})
+        self._send({rank: protocol.SetWorld(configs[rank]) for rank in alive})
         if len(alive) == state.world_size:
             epoch = state.next_epoch()
             try:
-                gather(self._send({rank: RecoverAfterRepair(epoch) for rank in alive}), ANSWER_S, connection)
+                gather(self._send({rank: protocol.RecoverAfterRepair(epoch) for rank in alive}), ANSWER_S, connection)
                 return
             except AxonError:
                 self._release()
@@ -248,7 +230,7 @@ class _Change:
         what = f"{name_ranks(missing)} died during a resize" if missing else "the process groups could not be rebuilt"
         state.health.groups_disabled = f"{what}; run `%distributed repair`"
         for rank in state.live_ranks:
-            rpc.call(connection.client, rank, DisableGroups(state.health.groups_disabled))
+            rpc.call(connection.client, rank, protocol.DisableGroups(state.health.groups_disabled))
 
     def _release(self) -> None:
         """Release ranks from waiting for one that failed; until they are idle they cannot rebuild their groups."""
@@ -265,7 +247,7 @@ class _Change:
             wait([future for _, future in waiting], _RESEND_INTERVAL_S)
             again = True
 
-    def commit(self, infos: Sequence[EngineInfo]) -> list[Committed]:
+    def commit(self, infos: Sequence[EngineInfo]) -> list[protocol.Committed]:
         """Make the new world the only one; return what each of its ranks adapted.
 
         Raises:
@@ -275,7 +257,7 @@ class _Change:
         state.health.absent.difference_update(self._added)
         state.health.absent.update(self._leaving)
         state.mark_resized(self._layout, tuple(infos))
-        calls = self._send(dict.fromkeys(state.ranks, CommitResize(self._old)))
+        calls = self._send(dict.fromkeys(state.ranks, protocol.CommitResize(self._old)))
         self._end_leaving()
         try:
             committed = gather(calls, ANSWER_S, self._connection)
@@ -322,7 +304,7 @@ class ResizeReport(Struct, frozen=True):
     """Variables of process groups that are gone, because some of their ranks have left."""
 
     @classmethod
-    def of(cls, old: int, new: int, copied: Copied, committed: Sequence[Committed]) -> ResizeReport:
+    def of(cls, old: int, new: int, copied: new_ranks.Copied, committed: Sequence[protocol.Committed]) -> ResizeReport:
         """Build the report from what each rank of the new world reports."""
         return cls(
             old,

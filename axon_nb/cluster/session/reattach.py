@@ -18,15 +18,7 @@ from axon_nb.cluster.output import NotebookSink
 from axon_nb.cluster.recovery.resize import settle
 from axon_nb.cluster.rpc import Answer, RankClient
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError
-from axon_nb.records.protocol.cells import (
-    AbortRequest,
-    CellFacts,
-    CellOutcome,
-    CellReport,
-    CellsReply,
-    CellsRequest,
-    Omitted,
-)
+from axon_nb.records.protocol import cells as protocol
 from axon_nb.records.ranks import name_ranks
 
 if TYPE_CHECKING:
@@ -46,7 +38,7 @@ _SHOW_RESULT_S = 0.3
 _LATE_TIMEOUT_S = 3600.0
 _RECOVERY_TIMEOUT_S = 40.0
 
-Replies = Mapping[int, CellsReply]
+Replies = Mapping[int, protocol.CellsReply]
 
 
 class OutputReplay:
@@ -64,7 +56,7 @@ class OutputReplay:
         self._client = client
         self._run = run
         self._last: dict[int, int] = {}
-        self._requests: dict[int, Answer[CellsReply]] = {}
+        self._requests: dict[int, Answer[protocol.CellsReply]] = {}
         self._due = 0.0
         self._idle_since: dict[int, float] = {}
 
@@ -81,9 +73,9 @@ class OutputReplay:
             if rank not in self._requests:
                 with contextlib.suppress(KeyError):  # it is gone; the host agent reports that
                     since = self._last.get(rank, 0)
-                    self._requests[rank] = self._client.request(rank, CellsRequest(self._run.token, since))
+                    self._requests[rank] = self._client.request(rank, protocol.CellsRequest(self._run.token, since))
 
-    def _process(self, rank: int, reply: CellsReply | None, now: float) -> None:
+    def _process(self, rank: int, reply: protocol.CellsReply | None, now: float) -> None:
         if rank not in self._run.unfinished:
             return
         if reply is not None and reply.cells:
@@ -92,9 +84,9 @@ class OutputReplay:
             self._idle_since.pop(rank, None)
         elif now - self._idle_since.setdefault(rank, now) > _NEVER_SENT_AFTER_S:
             why = "the notebook disconnected before sending the cell to this rank"
-            self._finish(rank, CellOutcome("error", "CellLostError", why))
+            self._finish(rank, protocol.CellOutcome("error", "CellLostError", why))
 
-    def feed(self, rank: int, report: CellReport) -> None:
+    def feed(self, rank: int, report: protocol.CellReport) -> None:
         """Pass on one rank's report."""
         run = self._run
         if note := _omission_note(report.omitted, first=rank not in self._last):
@@ -105,7 +97,7 @@ class OutputReplay:
         if report.outcome is not None:
             self._finish(rank, report.outcome)
 
-    def _finish(self, rank: int, outcome: CellOutcome) -> None:
+    def _finish(self, rank: int, outcome: protocol.CellOutcome) -> None:
         self._run.on_idle(rank)
         self._run.on_outcome(rank, outcome)
 
@@ -117,7 +109,7 @@ class OutputReplay:
             time.sleep(_POLL_INTERVAL_S)
 
 
-def _omission_note(omitted: Omitted, *, first: bool) -> str:
+def _omission_note(omitted: protocol.Omitted, *, first: bool) -> str:
     counts = ((omitted.lines, "line"), (omitted.displays, "display"))
     parts = [f"{count:,} {noun}{'s' * (count != 1)}" for count, noun in counts if count]
     if not (parts or omitted.size):
@@ -142,7 +134,7 @@ def reattach_cells(cells: CellManager, *, left_ns: int) -> CellHandle | None:
         settle(cells.state, {rank: reply.resized_from for rank, reply in replies.items()})
         needs_recovery = True
     cells.state.next_epoch(above=max((reply.epoch for reply in replies.values()), default=0))
-    reports: dict[str, dict[int, CellReport]] = {}
+    reports: dict[str, dict[int, protocol.CellReport]] = {}
     for rank, reply in replies.items():
         for report in reply.cells:
             reports.setdefault(report.run, {})[rank] = report
@@ -154,10 +146,10 @@ def reattach_cells(cells: CellManager, *, left_ns: int) -> CellHandle | None:
     return handles[-1] if handles else None
 
 
-def _request_cells(state: ClusterState, left_ns: int) -> dict[int, CellsReply]:
+def _request_cells(state: ClusterState, left_ns: int) -> dict[int, protocol.CellsReply]:
     client = state.connection.client
     ranks = [rank for rank in client.registered if rank not in state.health.dead]
-    requests = {rank: client.request(rank, CellsRequest(after_ns=left_ns)) for rank in ranks}
+    requests = {rank: client.request(rank, protocol.CellsRequest(after_ns=left_ns)) for rank in ranks}
     end = time.monotonic() + _REPLY_TIMEOUT_S
     replies = {}
     for rank, answer in requests.items():
@@ -177,9 +169,9 @@ def _needs_recovery(state: ClusterState, replies: Replies) -> bool:
 
 
 def _reattach(
-    cells: CellManager, name: str, reports: Mapping[int, CellReport], replies: Replies, *, needs_recovery: bool
+    cells: CellManager, name: str, reports: Mapping[int, protocol.CellReport], replies: Replies, *, needs_recovery: bool
 ) -> CellHandle:
-    facts = next(iter(reports.values())).facts or CellFacts()
+    facts = next(iter(reports.values())).facts or protocol.CellFacts()
     ranks = list(facts.ranks)
     title = f"Cell In[{facts.cell}]"
     running = [rank for rank in ranks if rank not in reports or reports[rank].outcome is None]
@@ -226,7 +218,7 @@ def _finisher(
 def _recover(cells: CellManager, replies: Replies) -> None:
     for rank, reply in replies.items():
         if reply.rebuilding:  # it may wait for ranks that were never asked to rebuild their groups
-            cells.state.connection.client.request(rank, AbortRequest())
+            cells.state.connection.client.request(rank, protocol.AbortRequest())
     recovery = cells.recovery()
     end = time.monotonic() + _RECOVERY_TIMEOUT_S
     while not recovery.step() and time.monotonic() < end:

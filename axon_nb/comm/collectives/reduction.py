@@ -6,23 +6,15 @@ from typing import Any
 
 import torch
 
-from axon_nb.comm.collectives import direct
-from axon_nb.comm.collectives.arguments import (
-    Array,
-    WireTensor,
-    as_input_type,
-    as_tensor,
-    check_agreement,
-    check_device,
-    check_in_place,
-    prepare_reduce,
-)
+from axon_nb.comm.collectives import arguments, direct
 from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import GroupLike, Handle, ProcessGroup, ReduceOp, as_op, resolve
 from axon_nb.comm.spans import now, record
 
 
-def all_reduce(tensor: Array, op: ReduceOp = ReduceOp.SUM, *, group: GroupLike = None, async_op: bool = False) -> Any:
+def all_reduce(
+    tensor: arguments.Array, op: ReduceOp = ReduceOp.SUM, *, group: GroupLike = None, async_op: bool = False
+) -> Any:
     """Combine `tensor` over all ranks, in place; every rank gets the result.
 
     Args:
@@ -42,12 +34,12 @@ def all_reduce(tensor: Array, op: ReduceOp = ReduceOp.SUM, *, group: GroupLike =
     if not async_op and (done := direct.fast_all_reduce(tensor, op, group)) is not None:
         return done
     pg = resolve(group)
-    source = as_tensor(tensor)
+    source = arguments.as_tensor(tensor)
     op = as_op(op)
-    check_device(source, pg, "all_reduce")
-    check_in_place(source, "all_reduce")
-    wire = prepare_reduce(source, op, "all_reduce")
-    check_agreement(pg, "all_reduce", source, op=op)
+    arguments.check_device(source, pg, "all_reduce")
+    arguments.check_in_place(source, "all_reduce")
+    wire = arguments.prepare_reduce(source, op, "all_reduce")
+    arguments.check_agreement(pg, "all_reduce", source, op=op)
     start, torch_group, size = now(), pg.torch_group, source.nbytes
     assert wire.op is not None
     if op is ReduceOp.PRODUCT and wire.needs_gathered_product:
@@ -63,7 +55,7 @@ def all_reduce(tensor: Array, op: ReduceOp = ReduceOp.SUM, *, group: GroupLike =
     return Handle(work, finish) if async_op else finish()
 
 
-def _multiply_all(wire: WireTensor, pg: ProcessGroup, async_op: bool) -> Any:
+def _multiply_all(wire: arguments.WireTensor, pg: ProcessGroup, async_op: bool) -> Any:
     """No backend multiplies complex numbers: gather them, and multiply locally in rank order."""
     real = torch.view_as_real(wire.buffer)
     everyone = real.new_empty((pg.size(), *real.shape))
@@ -77,33 +69,33 @@ def _multiply_all(wire: WireTensor, pg: ProcessGroup, async_op: bool) -> Any:
     return handle if async_op else handle.wait()
 
 
-def all_reduce_sum(tensor: Array, *, group: GroupLike = None, async_op: bool = False) -> Any:
+def all_reduce_sum(tensor: arguments.Array, *, group: GroupLike = None, async_op: bool = False) -> Any:
     """Sum over ranks, in place; booleans are combined with "or". See `all_reduce`."""
     return all_reduce(tensor, ReduceOp.SUM, group=group, async_op=async_op)
 
 
-def all_reduce_mean(tensor: Array, *, group: GroupLike = None, async_op: bool = False) -> Any:
+def all_reduce_mean(tensor: arguments.Array, *, group: GroupLike = None, async_op: bool = False) -> Any:
     """Average over ranks, in place; not defined for integers. See `all_reduce`."""
     return all_reduce(tensor, ReduceOp.AVERAGE, group=group, async_op=async_op)
 
 
-def all_reduce_min(tensor: Array, *, group: GroupLike = None, async_op: bool = False) -> Any:
+def all_reduce_min(tensor: arguments.Array, *, group: GroupLike = None, async_op: bool = False) -> Any:
     """Elementwise minimum over ranks, in place. See `all_reduce`."""
     return all_reduce(tensor, ReduceOp.MIN, group=group, async_op=async_op)
 
 
-def all_reduce_max(tensor: Array, *, group: GroupLike = None, async_op: bool = False) -> Any:
+def all_reduce_max(tensor: arguments.Array, *, group: GroupLike = None, async_op: bool = False) -> Any:
     """Elementwise maximum over ranks, in place. See `all_reduce`."""
     return all_reduce(tensor, ReduceOp.MAX, group=group, async_op=async_op)
 
 
-def all_reduce_product(tensor: Array, *, group: GroupLike = None, async_op: bool = False) -> Any:
+def all_reduce_product(tensor: arguments.Array, *, group: GroupLike = None, async_op: bool = False) -> Any:
     """Multiply over ranks, in place; booleans are combined with "and". See `all_reduce`."""
     return all_reduce(tensor, ReduceOp.PRODUCT, group=group, async_op=async_op)
 
 
 def reduce_scatter(
-    tensor: Array, op: ReduceOp = ReduceOp.SUM, *, group: GroupLike = None, async_op: bool = False
+    tensor: arguments.Array, op: ReduceOp = ReduceOp.SUM, *, group: GroupLike = None, async_op: bool = False
 ) -> Any:
     """Combine `tensor` over all ranks and give each rank one part of the result.
 
@@ -123,18 +115,18 @@ def reduce_scatter(
     if not async_op and (done := direct.fast_reduce_scatter(tensor, op, group)) is not None:
         return done
     pg = resolve(group)
-    source = as_tensor(tensor)
+    source = arguments.as_tensor(tensor)
     op = as_op(op)
-    check_device(source, pg, "reduce_scatter")
+    arguments.check_device(source, pg, "reduce_scatter")
     num_rows = _rows(source, pg.size())
-    wire = prepare_reduce(source, op, "reduce_scatter")
-    check_agreement(pg, "reduce_scatter", source, op=op)
+    wire = arguments.prepare_reduce(source, op, "reduce_scatter")
+    arguments.check_agreement(pg, "reduce_scatter", source, op=op)
     start, torch_group, size = now(), pg.torch_group, source.nbytes
     assert wire.op is not None
     first_row = pg.rank() * num_rows
     if op is ReduceOp.PRODUCT and wire.needs_gathered_product:
         whole = source.clone()
-        work = _multiply_all(WireTensor(source, whole, wire.op), pg, async_op)
+        work = _multiply_all(arguments.WireTensor(source, whole, wire.op), pg, async_op)
         part = whole[first_row : first_row + num_rows]
     else:
         part = wire.buffer.new_empty((num_rows, *wire.buffer.shape[1:]))
@@ -145,7 +137,7 @@ def reduce_scatter(
         if source.is_complex() and not result.is_complex():
             result = torch.view_as_complex(result)
         record(pg, "reduce_scatter", start, size)
-        return as_input_type(result.to(source.dtype), tensor)
+        return arguments.as_input_type(result.to(source.dtype), tensor)
 
     return Handle(work, finish) if async_op else finish()
 
@@ -160,11 +152,11 @@ def _rows(tensor: torch.Tensor, num_ranks: int) -> int:
     return int(tensor.shape[0]) // num_ranks
 
 
-def reduce_scatter_sum(tensor: Array, *, group: GroupLike = None, async_op: bool = False) -> Any:
+def reduce_scatter_sum(tensor: arguments.Array, *, group: GroupLike = None, async_op: bool = False) -> Any:
     """Give each rank its part of the sum over ranks. See `reduce_scatter`."""
     return reduce_scatter(tensor, ReduceOp.SUM, group=group, async_op=async_op)
 
 
-def reduce_scatter_mean(tensor: Array, *, group: GroupLike = None, async_op: bool = False) -> Any:
+def reduce_scatter_mean(tensor: arguments.Array, *, group: GroupLike = None, async_op: bool = False) -> Any:
     """Give each rank its part of the mean over ranks; not defined for integers. See `reduce_scatter`."""
     return reduce_scatter(tensor, ReduceOp.AVERAGE, group=group, async_op=async_op)

@@ -17,14 +17,8 @@ import torch.distributed as dist
 from msgspec import Struct, field
 from torch._C._distributed_c10d import Work
 
+from axon_nb.comm import errors
 from axon_nb.comm.calls import report_call
-from axon_nb.comm.errors import (
-    CollectiveMismatchError,
-    DeadlockError,
-    InvalidRankError,
-    TensorError,
-    TensorMismatchError,
-)
 from axon_nb.comm.mock.scheduler import TurnScheduler
 from axon_nb.comm.torch_group import PythonProcessGroup
 from axon_nb.records.ranks import format_ranks
@@ -68,7 +62,7 @@ class MockBackend:
             InvalidRankError: `world_size` is below 1.
         """
         if world_size < 1:
-            raise InvalidRankError(f"world_size must be at least 1; got {world_size}.")
+            raise errors.InvalidRankError(f"world_size must be at least 1; got {world_size}.")
         hub = Hub(tuple(range(world_size)))
         return [cls(hub, rank) for rank in range(world_size)]
 
@@ -120,7 +114,7 @@ class MockGroup(PythonProcessGroup):
         if ready():
             return
         if self._scheduler is None or self._scheduler.rank is None:
-            raise DeadlockError(
+            raise errors.DeadlockError(
                 f"Deadlock: this thread waits in {waiting_in()}, and nothing else is running. Make the call with "
                 "async_op=True on every rank's group before waiting for one, or run a function on all ranks with "
                 "`World.mock(n).run(fn)`."
@@ -332,7 +326,7 @@ class MockGroup(PythonProcessGroup):
         for rank, part in enumerate(parts):
             if (part.shape, part.dtype) != (parts[0].shape, parts[0].dtype):
                 hint = " Use `all_gather(…, uneven=True)` for different lengths." if name == "all_gather" else ""
-                raise TensorMismatchError(
+                raise errors.TensorMismatchError(
                     f"{name}: rank {self._hub.ranks[0]} passed {parts[0].dtype} of shape {tuple(parts[0].shape)}, rank "
                     f"{self._hub.ranks[rank]} passed {part.dtype} of shape {tuple(part.shape)}; dtype and shape must "
                     f"match on all ranks.{hint}"
@@ -341,7 +335,7 @@ class MockGroup(PythonProcessGroup):
     @staticmethod
     def _copy_into(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
         if target.numel() != value.numel() or target.dtype != value.dtype:
-            raise TensorMismatchError(
+            raise errors.TensorMismatchError(
                 f"{name}: {value.dtype} of shape {tuple(value.shape)} does not fit into a tensor of {target.dtype} and "
                 f"shape {tuple(target.shape)}."
             )
@@ -453,7 +447,7 @@ class Hub:
         self._counts[rank] += 1
         pending = self._pending.setdefault(number, PendingCollective(name, rank))
         if pending.name != name:
-            raise CollectiveMismatchError(
+            raise errors.CollectiveMismatchError(
                 f"Collective mismatch: rank {self.ranks[pending.first_rank]} called {pending.name}, "
                 f"rank {self.ranks[rank]} called {name} on the same group; all ranks must make the same calls in the "
                 "same order."
@@ -515,7 +509,7 @@ def combine(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
     """
     kind = next((kind for kind in _PAIRWISE if op == kind), None)
     if kind is None:
-        raise TensorError(f"mock worlds support {', '.join(kind.name for kind in _PAIRWISE)}; got {op}.")
+        raise errors.TensorError(f"mock worlds support {', '.join(kind.name for kind in _PAIRWISE)}; got {op}.")
     total = tensors[0].detach().clone()
     for tensor in tensors[1:]:
         total = _PAIRWISE[kind](total, tensor.detach())

@@ -13,18 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from axon_nb.comm import broadcast
-from axon_nb.compat.horovod.collectives import (
-    Call,
-    Compression,
-    Compressor,
-    Op,
-    agree,
-    as_op,
-    check_root,
-    current,
-    describe,
-    reduce_buffers,
-)
+from axon_nb.compat.horovod import collectives
 from axon_nb.errors import UsageError
 
 
@@ -32,8 +21,8 @@ class _ReducingOptimizer(torch.optim.Optimizer):
     """Mixin that `DistributedOptimizer` adds to the optimizer's class."""
 
     _names: dict[torch.Tensor, str]
-    _compression: type[Compressor]
-    _op: Op
+    _compression: type[collectives.Compressor]
+    _op: collectives.Op
     _predivide: float
     _plain: type[torch.optim.Optimizer]
     """The original class."""
@@ -56,12 +45,12 @@ class _ReducingOptimizer(torch.optim.Optimizer):
         for group in groups.values():
             for parameter in group:
                 name = self._names.get(parameter, "a parameter")
-                items.append(f"{self._op.name.title()} of the gradient of {name}, {describe(parameter)}")
+                items.append(f"{self._op.name.title()} of the gradient of {name}, {collectives.describe(parameter)}")
             gradients = torch.cat([parameter.grad.reshape(-1) for parameter in group])
             buffer, context = self._compression.compress(gradients / self._predivide)
             buffers.append(buffer)
             contexts.append(context)
-        reduce_buffers("step", None, tuple(items), buffers, self._op)
+        collectives.reduce_buffers("step", None, tuple(items), buffers, self._op)
         for group, buffer, context in zip(groups.values(), buffers, contexts, strict=True):
             gradients = self._compression.decompress(buffer, context) * self._predivide
             for parameter, part in zip(group, gradients.split([each.numel() for each in group]), strict=True):
@@ -99,9 +88,9 @@ class _ReducingOptimizer(torch.optim.Optimizer):
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[collectives.Compressor] = collectives.Compression.none,
     backward_passes_per_step: int = 1,
-    op: int = Op.AVERAGE,
+    op: int = collectives.Op.AVERAGE,
     gradient_predivide_factor: float = 1.0,
 ) -> Any:
     """Wrap an optimizer so that `step` reduces its gradients over ranks first.
@@ -122,9 +111,9 @@ def DistributedOptimizer(
         NotInitializedError: `hvd.init()` was not called.
         UsageError: A value is invalid.
     """
-    current()
-    reduce_op = as_op(op)
-    if gradient_predivide_factor != 1.0 and reduce_op is not Op.AVERAGE:
+    collectives.current()
+    reduce_op = collectives.as_op(op)
+    if gradient_predivide_factor != 1.0 and reduce_op is not collectives.Op.AVERAGE:
         raise UsageError("gradient_predivide_factor not supported with op != Average: leave it out, or use Average.")
     if gradient_predivide_factor <= 0:
         raise UsageError(f"gradient_predivide_factor must be > 0; got {gradient_predivide_factor}.")
@@ -162,9 +151,9 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
     others = [name for name, value in entries if not isinstance(value, torch.Tensor)]
     if others:
         raise UsageError(f"broadcast_parameters: {others[0]} is not a tensor: use hvd.broadcast_object for it.")
-    root = check_root(root_rank)
-    items = tuple(f"{name}: {describe(tensor)} with root rank {root}" for name, tensor in entries)
-    agree(Call("broadcast_parameters", None, items))
+    root = collectives.check_root(root_rank)
+    items = tuple(f"{name}: {collectives.describe(tensor)} with root rank {root}" for name, tensor in entries)
+    collectives.agree(collectives.Call("broadcast_parameters", None, items))
     for handle in [broadcast(tensor.detach(), src=root, async_op=True) for _, tensor in entries]:
         handle.wait()
 
@@ -177,7 +166,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         root_rank: Rank of the source.
         model: Ignored; for compatibility with Horovod.
     """
-    is_root = current().rank == check_root(root_rank)
+    is_root = collectives.current().rank == collectives.check_root(root_rank)
     file = io.BytesIO()
     if is_root:
         torch.save(optimizer.state_dict(), file)
@@ -198,9 +187,9 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     Returns:
         The object itself on the root, a copy elsewhere.
     """
-    root = check_root(root_rank)
-    is_root = current().rank == root
+    root = collectives.check_root(root_rank)
+    is_root = collectives.current().rank == root
     contents: list[Any] = [cloudpickle.dumps(obj) if is_root else None]
-    agree(Call("broadcast_object", name, (f"root rank {root}",)))
+    collectives.agree(collectives.Call("broadcast_object", name, (f"root rank {root}",)))
     dist.broadcast_object_list(contents, src=root)
     return obj if is_root else cloudpickle.loads(contents[0])

@@ -18,18 +18,6 @@ import torch.distributed as dist
 
 from axon_nb.comm.group import ProcessGroup, forget, resolve
 from axon_nb.engine.elastic import sharded_states
-from axon_nb.engine.elastic.sharded_states import (
-    Key,
-    Piece,
-    fsdp_models,
-    is_world_mesh,
-    is_zero,
-    own_pieces,
-    parameters_of,
-    resize_meshes,
-    sharded_optimizers,
-    zero_optimizers,
-)
 from axon_nb.engine.groups.creation import c10d, rebuildable_groups
 from axon_nb.engine.groups.recoverable import RecoverableGroup
 from axon_nb.engine.live_objects import live_objects, objects_of, with_subclasses
@@ -65,7 +53,7 @@ def find_obstacles(new_size: int) -> dict[str, str]:
         current().snapshots.forget_cells()  # they keep alive what a cell has deleted; a resize drops them anyway
         reasons = dict(_unnamed())
     if not reasons:
-        for model in fsdp_models().values():
+        for model in sharded_states.fsdp_models().values():
             for state in sharded_states.fsdp_states(model):
                 for module in state._modules:
                     module.reshard()
@@ -77,7 +65,7 @@ def _reason(value: Any) -> str:
         return "is a pipeline stage, which no other rank holds"
     if isinstance(value, torch.nn.Module):
         return _reason_of_model(value)
-    if is_zero(value):
+    if sharded_states.is_zero(value):
         if absent := missing_hooks("elastic.zero"):
             return f"cannot change its ranks: this torch lacks {absent[0]}"
         if value._overlap_with_ddp or value.process_group is not dist.group.WORLD:
@@ -94,7 +82,7 @@ def _reason_of_model(model: torch.nn.Module) -> str:
     for _, group, record in sharded_states.fsdp_parameters(model):
         managed.add(id(record.sharded_param))
         info, after = group.mesh_info, group.post_forward_mesh_info
-        if not is_world_mesh(info.mesh, size) or (after is not None and after is not info):
+        if not sharded_states.is_world_mesh(info.mesh, size) or (after is not None and after is not info):
             return "is sharded over a part of the ranks, or over a mesh with several axes"
         if record.is_dtensor:
             return "is sharded by tensor parallelism as well"
@@ -117,13 +105,16 @@ def _reason_of_model(model: torch.nn.Module) -> str:
 def _unnamed() -> Iterator[tuple[str, str]]:
     """Yield what is sharded and in no variable."""
     gc.collect()  # wrappers are in cycles of references
-    known = {id(module) for model in fsdp_models().values() for module in model.modules()}
+    known = {id(module) for model in sharded_states.fsdp_models().values() for module in model.modules()}
     (modules,) = live_objects(_FSDP)
     for module in modules:
         if id(module) not in known:
             yield type(module).__name__, f"is sharded and in no variable: {_UNNAMED}"
-    named = {id(optimizer) for optimizer in (*sharded_optimizers().values(), *zero_optimizers().values())}
-    named |= {id(optimizer.optim) for optimizer in zero_optimizers().values()}
+    named = {
+        id(optimizer)
+        for optimizer in (*sharded_states.sharded_optimizers().values(), *sharded_states.zero_optimizers().values())
+    }
+    named |= {id(optimizer.optim) for optimizer in sharded_states.zero_optimizers().values()}
     zero = loaded_class("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
     for optimizer in objects_of(set(with_subclasses(torch.optim.Optimizer))):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -312,10 +303,13 @@ def stage(old_size: int, new_size: int) -> int:
         RuntimeError: the ranks do not hold the same models.
     """
     rank = current().config.rank
-    local_pieces = own_pieces() if rank < old_size else {}
+    local_pieces = sharded_states.own_pieces() if rank < old_size else {}
     pieces = _all_pieces({key: piece for key, (piece, _) in local_pieces.items()}, old_size)
-    owners = {name: sharded_states.zero_owners(optimizer, new_size) for name, optimizer in zero_optimizers().items()}
-    staged: dict[Key, Any] = {}
+    owners = {
+        name: sharded_states.zero_owners(optimizer, new_size)
+        for name, optimizer in sharded_states.zero_optimizers().items()
+    }
+    staged: dict[sharded_states.Key, Any] = {}
     for key, piece in pieces.items():
         new_owner = owners[key[0]][int(key[1])] if piece.owner >= 0 else -1
         if piece.value is not None:
@@ -338,7 +332,9 @@ def stage(old_size: int, new_size: int) -> int:
     return sum(value.nbytes for value in staged.values() if isinstance(value, torch.Tensor))
 
 
-def _all_pieces(own: Mapping[Key, Piece], old_size: int) -> dict[Key, Piece]:
+def _all_pieces(
+    own: Mapping[sharded_states.Key, sharded_states.Piece], old_size: int
+) -> dict[sharded_states.Key, sharded_states.Piece]:
     """Return what all ranks hold together, in the same order on all of them."""
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, dict(own))
@@ -355,10 +351,10 @@ def commit(old_size: int) -> Committed:
     """Use the staged shards instead of the old ones, and adapt the rest; does not communicate."""
     session = current()
     config, staged = session.config, session.staged
-    models = fsdp_models()
-    zeros = zero_optimizers()
+    models = sharded_states.fsdp_models()
+    zeros = sharded_states.zero_optimizers()
     count = len(live_objects(_DDP)[0]) + len(models)
-    resize_meshes(old_size)
+    sharded_states.resize_meshes(old_size)
     _commit_fsdp(models, staged)
     for name, optimizer in zeros.items():
         held = {(int(index), key): value for (variable, index, key), value in staged.items() if variable == name}
@@ -385,9 +381,9 @@ def settle(config: JoinConfig, old_size: int) -> None:
     session.staged, session.staged_size, session.resized_from = {}, 0, 0
 
 
-def _commit_fsdp(models: Mapping[str, Any], staged: Mapping[Key, Any]) -> None:
+def _commit_fsdp(models: Mapping[str, Any], staged: Mapping[sharded_states.Key, Any]) -> None:
     # Listed before anything changes: afterwards, an optimizer's parameters are no longer those of its states.
-    optimizers = sharded_optimizers()
+    optimizers = sharded_states.sharded_optimizers()
     replaced = {}
     for name, model in models.items():
         for parameter, group, record in list(sharded_states.fsdp_parameters(model)):
@@ -396,7 +392,7 @@ def _commit_fsdp(models: Mapping[str, Any], staged: Mapping[Key, Any]) -> None:
             replaced[id(before)] = before, now
     sharded_states.replace_parameters(replaced)
     for name, optimizer in optimizers.items():
-        for index, parameter in enumerate(parameters_of(optimizer)):
+        for index, parameter in enumerate(sharded_states.parameters_of(optimizer)):
             for key in list(optimizer.state.get(parameter, {})):
                 value = staged[name, str(index), key]
                 optimizer.state[parameter][key] = _like(parameter, value, optimizer.state[parameter][key])

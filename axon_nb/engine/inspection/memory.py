@@ -281,18 +281,15 @@ class MemoryReader:
         session = self._session
         modules, optimizers = modules_and_optimizers(names, session)
         measured = measure(modules, optimizers, session, gradients=self._gradients, live_tensors=self._live_tensors)
-        estimated, note, estimator, facts = None, "", None, None
-        if names:  # no formula for all variables together: which of them belong together is unknown
-            estimator = self._imports.get("axon_nb.engine.inspection.memory_plan")
-            facts = self._imports.get("axon_nb.engine.inspection.memory_plan")
-        if estimator is not None:
-            estimated, note = estimator.estimate(modules, optimizers, session)
+        # There is no formula for all variables together: which of them belong together is unknown.
+        planner = self._imports.get("axon_nb.engine.inspection.memory_plan") if names else None
+        estimated, note = (None, "") if planner is None else planner.estimate(modules, optimizers, session)
         return MemoryReply(
             measured=measured,
             estimated=estimated,
             notes=(note,) if note else (),
-            is_pending=bool(names) and None in (estimator, facts),
-            model=self._model_key(facts, modules),
+            is_pending=bool(names) and planner is None,
+            model=self._model_key(planner, modules),
         )
 
     def _model_key(self, facts: Any, modules: list[torch.nn.Module]) -> str:

@@ -46,7 +46,7 @@ _UNKNOWN_STYLES = "Some layers use unknown sharding styles; the prediction uses 
 _REPARTITIONED = "The prediction splits the model into stages by their numbers of parameters."
 _SHARDED = ("axon_nb.parallel.data.sharded_model", "ShardedModel")
 _COMPILED = ("torch._dynamo.eval_frame", "OptimizedModule")
-_GPT = ("axon_nb.parallel.models.gpt", "GPT")
+_GPT = ("axon_nb.parallel.models", "GPT")
 _OPTIONS = ("amsgrad", "momentum", "centered", "foreach", "fused")
 """Optimizer options that determine its memory."""
 

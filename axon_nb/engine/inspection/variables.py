@@ -24,10 +24,9 @@ from msgspec import Struct, field
 from torch.optim import Optimizer
 
 from axon_nb.comm.placements import placed
+from axon_nb.engine import sharding
 from axon_nb.engine.inspection.memory import GradientReader
-from axon_nb.engine.placement import LayerSharding, layer_shardings, local_tensor, placement_of
 from axon_nb.engine.session import current, resolve_variable, user_variables
-from axon_nb.engine.sharding import format_placement, is_dtensor, loaded_class
 from axon_nb.engine.values import SCALARS, CannotCompareError, Node, describe, digest_of
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.inspection import LayoutsReply, VariableFacts, VariablePart, VariableTree
@@ -269,8 +268,8 @@ def _shape(value: Any) -> str:
 
 def _tensor_facts(tensors: list[Any], *, shape: str) -> dict[str, Any]:
     known = [found for tensor in tensors if (found := placed(tensor)) is not None]
-    local = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
-    where = dict.fromkeys(", ".join(map(format_placement, found.placements)) for found in known)
+    local = [tensor.to_local() if sharding.is_dtensor(tensor) else tensor for tensor in tensors]
+    where = dict.fromkeys(", ".join(map(sharding.format_placement, found.placements)) for found in known)
     return {
         "shape": shape,
         "dtype": ", ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)),
@@ -357,14 +356,16 @@ class _TensorInfo(Struct, frozen=True):
     """The DTensor behind a parameter that is currently unsharded."""
     replicated: dict[int, Any] = field(default_factory=dict)
     """The process group over which DDP, or a plan of transformers, replicates it."""
-    cut: dict[int, LayerSharding] = field(default_factory=dict)
+    cut: dict[int, sharding.LayerSharding] = field(default_factory=dict)
     """How a tensor-parallel layer shards it."""
 
     @staticmethod
     def by(module: torch.nn.Module) -> _TensorInfo:
         """Collect it from a module and its submodules."""
         modules = list(module.modules())
-        return _TensorInfo(torch_api().fsdp_unsharded(modules), _replica_groups(modules), layer_shardings(modules))
+        return _TensorInfo(
+            torch_api().fsdp_unsharded(modules), _replica_groups(modules), sharding.layer_shardings(modules)
+        )
 
     def of(self, tensor: Any, *, shape_of: Any = None) -> dict[str, Any]:
         """What is known about one parameter or buffer.
@@ -426,12 +427,12 @@ def _replica_groups(modules: Iterable[torch.nn.Module]) -> dict[int, Any]:
     groups: dict[int, Any] = {}
     for module in modules:
         wrapper: Any = module
-        if issubclass(type(wrapper), loaded_class("axon_nb.parallel.data.sharded_model", "ZeRO1")):
+        if issubclass(type(wrapper), sharding.loaded_class("axon_nb.parallel.data.sharded_model", "ZeRO1")):
             wrapper = wrapper.ddp  # modules() does not list it
         if isinstance(wrapper, torch.nn.parallel.DistributedDataParallel):
             group: Any = wrapper.process_group
             groups |= {id(tensor): group for tensor in [*wrapper.parameters(), *wrapper.buffers()]}
-        elif issubclass(type(wrapper), loaded_class("transformers.modeling_utils", "PreTrainedModel")):
+        elif issubclass(type(wrapper), sharding.loaded_class("transformers.modeling_utils", "PreTrainedModel")):
             groups |= _beside_parts(wrapper)
     return groups
 
@@ -486,8 +487,8 @@ def _names_of_parameters(optimizer: Optimizer, space: dict[str, Any]) -> tuple[d
 
 
 def _shard(name: str, role: str, tensor: Any, known: Mapping[str, Any], *, sharded: Any = None) -> Shard:
-    place = placement_of(tensor, sharded=sharded, **known)
-    local = local_tensor(tensor)
+    place = sharding.placement_of(tensor, sharded=sharded, **known)
+    local = sharding.local_tensor(tensor)
     size = local.numel() * local.element_size()
     return Shard(
         name=name,

@@ -31,28 +31,13 @@ from axon_nb.comm.spans import Moment, device_clock
 from axon_nb.engine.frames import step_depth
 from axon_nb.engine.groups.creation import rebuildable_groups
 from axon_nb.engine.groups.flight_recorder import FinishedCalls, dump
-from axon_nb.engine.inspection.memory import (
-    BackgroundImports,
-    CallRecorder,
-    GradientReader,
-    MemoryReader,
-    UncopiedHook,
-    modules_and_optimizers,
-)
+from axon_nb.engine.inspection import memory
 from axon_nb.engine.inspection.telemetry import with_cost
 from axon_nb.engine.inspection.variables import layout_report
 from axon_nb.engine.session import RankSession
 from axon_nb.errors import UsageError
 from axon_nb.records.hooks import missing_hooks
-from axon_nb.records.protocol.inspection import (
-    LayoutsReply,
-    LayoutsRequest,
-    MemoryRequest,
-    PlanReply,
-    PlanRequest,
-    SpansReply,
-    SpansRequest,
-)
+from axon_nb.records.protocol import inspection as protocol
 from axon_nb.records.spans import Span, emit, is_suppressed, ring
 from axon_nb.records.waits import PUBLIC_NAMES
 
@@ -73,7 +58,7 @@ def backward_problems() -> list[str]:
     return [] if looks_it_up else ["torch.autograd.backward in Tensor.backward"]
 
 
-class _ForwardHook(UncopiedHook):
+class _ForwardHook(memory.UncopiedHook):
     """Calls a function with the module after its forward."""
 
     def __init__(self, call: Callable[[torch.nn.Module], None]) -> None:
@@ -259,7 +244,7 @@ class SpanReader:
         self._due = 0.0
         self._members: dict[str, list[int]] = {}
 
-    def read(self, *, since: int, watch_s: float) -> SpansReply:
+    def read(self, *, since: int, watch_s: float) -> protocol.SpansReply:
         """Read recorded spans.
 
         Args:
@@ -274,7 +259,7 @@ class SpanReader:
         spans, position, lost = ring.since(start)
         rows = [_span_row(span) for span in spans]
         groups = {row[5] for row in rows if row[5]}
-        return SpansReply(
+        return protocol.SpansReply(
             spans=rows,
             next=position,
             lost=lost if start else 0,
@@ -314,48 +299,48 @@ class Views:
 
     def __init__(self, session: RankSession) -> None:
         self._session = session
-        self.gradients = GradientReader(session)
-        self._calls = CallRecorder(session)
-        self._imports = BackgroundImports()
-        self._memory = MemoryReader(session, self.gradients, self._calls, self._imports)
+        self.gradients = memory.GradientReader(session)
+        self._calls = memory.CallRecorder(session)
+        self._imports = memory.BackgroundImports()
+        self._memory = memory.MemoryReader(session, self.gradients, self._calls, self._imports)
         self._spans = SpanReader(session)
         self._planner: Any = None
         """The memory planner, once its module is imported."""
         self._handlers: dict[type[Any], Callable[[Any], Any]] = {
-            LayoutsRequest: with_cost(self._report_layouts),
-            MemoryRequest: with_cost(lambda request: self._memory.report(request.names)),
-            PlanRequest: self._report_plan,
-            SpansRequest: self._report_spans,
+            protocol.LayoutsRequest: with_cost(self._report_layouts),
+            protocol.MemoryRequest: with_cost(lambda request: self._memory.report(request.names)),
+            protocol.PlanRequest: self._report_plan,
+            protocol.SpansRequest: self._report_spans,
         }
 
     def answer(self, request: Any) -> Any:
         """Answer a request of `VIEW_REQUESTS`."""
         return self._handlers[type(request)](request)
 
-    def _report_layouts(self, request: LayoutsRequest) -> LayoutsReply:
+    def _report_layouts(self, request: protocol.LayoutsRequest) -> protocol.LayoutsReply:
         gradients = self.gradients if request.gradients else None
         space = self._session.kernel.shell.user_ns
         return layout_report(request.names, space, gradients=gradients, known=request.known)
 
-    def _report_spans(self, request: SpansRequest) -> SpansReply:
+    def _report_spans(self, request: protocol.SpansRequest) -> protocol.SpansReply:
         return self._spans.read(since=request.since, watch_s=request.watch)
 
-    def _report_plan(self, request: PlanRequest) -> PlanReply:
+    def _report_plan(self, request: protocol.PlanRequest) -> protocol.PlanReply:
         """Answer for the memory planner; `is_pending` while that is imported, or `refused`."""
         session, names = self._session, list(request.names)
         try:
-            modules, optimizers = modules_and_optimizers(names, session)
+            modules, optimizers = memory.modules_and_optimizers(names, session)
             if len(modules) != 1:
                 where = ", ".join(names) or "the namespace"
                 why = f"A plan needs one model, but {where} holds {len(modules)}. Name one: `%memory model`."
-                return PlanReply(refused=why)
+                return protocol.PlanReply(refused=why)
             if self._planner is None:
                 if (module := self._imports.get("axon_nb.engine.inspection.memory_plan")) is None:
-                    return PlanReply(is_pending=True)
+                    return protocol.PlanReply(is_pending=True)
                 self._planner = module.Planner(session, self._calls)
-            reply: PlanReply = self._planner.inputs(
+            reply: protocol.PlanReply = self._planner.inputs(
                 modules[0], optimizers, what_if=request.what_if, known_key=request.known, stages_only=request.stages
             )
         except (UsageError, ImportError) as error:
-            return PlanReply(refused=str(error))
+            return protocol.PlanReply(refused=str(error))
         return reply

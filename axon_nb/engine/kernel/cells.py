@@ -34,16 +34,7 @@ from axon_nb.engine.output import OutputBudget
 from axon_nb.engine.session import CellFeature, RankSession, current, overwritten_variables, user_variables
 from axon_nb.engine.sharding import loaded_class
 from axon_nb.records.memory import MemoryShortage
-from axon_nb.records.protocol.cells import (
-    KEY,
-    CellEnd,
-    CellFacts,
-    CellReport,
-    Draws,
-    Measurement,
-    Omitted,
-    read_outcome,
-)
+from axon_nb.records.protocol import cells as protocol
 from axon_nb.records.protocol.wire import decode, encode
 from axon_nb.records.spans import Span, emit
 
@@ -79,7 +70,7 @@ _MAX_EVALUE = 16_000
 _MAX_TRACEBACK = 200_000
 _MAX_VALUES = 16
 """Number of cells whose values are kept until they are fetched; the oldest are dropped first."""
-_NOTHING_MEASURED = Measurement()
+_NOTHING_MEASURED = protocol.Measurement()
 _SETS_VARIABLES = ("RANK", "WORLD_SIZE", "env", "%run")
 """Words of cells that may set a launcher's variables; only these cells are checked for it."""
 
@@ -103,7 +94,7 @@ class _Omitted(Struct):
 class _CellRecord(Struct):
     """One cell."""
 
-    facts: CellFacts
+    facts: protocol.CellFacts
     """The request's metadata from the notebook."""
     started_ns: int
     messages: deque[_Message] = field(default_factory=deque)
@@ -183,11 +174,11 @@ class _CellRecord(Struct):
                 omitted.displays += 1
                 omitted.size += len(content)
 
-    def report(self, since: int) -> CellReport:
+    def report(self, since: int) -> protocol.CellReport:
         """Report messages after number `since` (0: all saved ones), the amount omitted before them, and the outcome."""
         self.fetched, self.replay_until = since, time.monotonic() + _REPLAY_TIMEOUT_S
         omitted, self.newly_omitted = (self.newly_omitted if since else self.omitted), _Omitted()
-        return CellReport(
+        return protocol.CellReport(
             run=self.facts.run,
             facts=self.facts if not since else None,
             elapsed_ns=(self.finished_ns or time.monotonic_ns()) - self.started_ns,
@@ -197,8 +188,8 @@ class _CellRecord(Struct):
                 if message.number > since
             ],
             last=self.last,
-            omitted=Omitted(omitted.lines, omitted.size, omitted.displays),
-            outcome=None if self.reply is None else read_outcome(self.reply),
+            omitted=protocol.Omitted(omitted.lines, omitted.size, omitted.displays),
+            outcome=None if self.reply is None else protocol.read_outcome(self.reply),
         )
 
 
@@ -212,7 +203,7 @@ class CellLog:
         self._lock = threading.Lock()
         self._records: dict[str, _CellRecord] = {}
 
-    def begin(self, message_id: str, facts: CellFacts) -> None:
+    def begin(self, message_id: str, facts: protocol.CellFacts) -> None:
         """Start recording a cell.
 
         Args:
@@ -261,7 +252,7 @@ class CellLog:
         with self._lock:
             record.add(kind, what, size)
 
-    def report(self, *, run: str | None, since: int, after_ns: int) -> list[CellReport]:
+    def report(self, *, run: str | None, since: int, after_ns: int) -> list[protocol.CellReport]:
         """Report one cell, or all cells that had not finished before `after_ns`, oldest first.
 
         Args:
@@ -319,7 +310,7 @@ class RandomDraws:
         if (surprises := sys.modules.get(_SURPRISES)) is not None:
             vars(surprises)["shard_draw"] = ""
 
-    def report(self, shell: Any, *, communicated: bool) -> Draws | None:
+    def report(self, shell: Any, *, communicated: bool) -> protocol.Draws | None:
         """Report at the end of the cell; None if nothing was drawn, or no model here is sharded or replicated.
 
         Args:
@@ -328,13 +319,13 @@ class RandomDraws:
         """
         digest = getattr(sys.modules.get(_SURPRISES), "shard_draw", "")
         if digest:
-            return Draws((digest, digest), "", "", into_shards=True)
+            return protocol.Draws((digest, digest), "", "", into_shards=True)
         try:
             return self._find_shared_draws(shell) if communicated else None
         except Exception:  # a hint must never fail a cell
             return None
 
-    def _find_shared_draws(self, shell: Any) -> Draws | None:
+    def _find_shared_draws(self, shell: Any) -> protocol.Draws | None:
         before, after = (b"".join(one.numpy().tobytes() for one in state) for state in (self._before, self._state()))
         if after == before:
             return None
@@ -346,7 +337,7 @@ class RandomDraws:
         dropout = next((name for name, model in replicas.items() if _uses_dropout(model)), "")
         loader = next((name for name, value in variables.items() if _shuffles_globally(value)), "")
         first, last = (hashlib.blake2b(state, digest_size=8).hexdigest() for state in (before, after))
-        return Draws((first, last), dropout, loader) if dropout or loader else None
+        return protocol.Draws((first, last), dropout, loader) if dropout or loader else None
 
     def _state(self) -> list[torch.Tensor]:
         try:
@@ -415,7 +406,7 @@ class CellRunner:
         """Run one request; the reply says whether there is a value to fetch, and how long the cell took in seconds."""
         session, shell = self._session, self._session.kernel.shell
         request = session.kernel.get_parent("shell")
-        facts: CellFacts = decode(CellFacts, metadata.get(KEY, {}))
+        facts: protocol.CellFacts = decode(protocol.CellFacts, metadata.get(protocol.KEY, {}))
         message_id, code, cell = request["header"]["msg_id"], request["content"]["code"], facts.cell
         self._log.begin(message_id, facts)
         if cell is not None:
@@ -425,7 +416,7 @@ class CellRunner:
         shell.history_manager.input_hist_parsed[-1:] = [code]
         if facts.run in self._interrupts.rejected_runs:
             reply: dict[str, Any] = {"status": "error", "ename": "KeyboardInterrupt", "evalue": "", "traceback": []}
-            return self._end(message_id, reply, CellEnd(outputs=self._log.outputs(message_id)))
+            return self._end(message_id, reply, protocol.CellEnd(outputs=self._log.outputs(message_id)))
         if not facts.is_debugger:
             self._post_mortem.discard()
         features = self._begin(facts, code)
@@ -460,7 +451,7 @@ class CellRunner:
         if has_value and facts.token is not None:
             self._keep_value(facts.token, value)
         communicated = recovery.num_calls() - calls
-        end_report = CellEnd(
+        end_report = protocol.CellEnd(
             seconds=(end - start) / 1e9,
             calls=max(0, communicated),
             aborted_at=aborted_at,
@@ -495,13 +486,13 @@ class CellRunner:
                 )
         self._overwritten = found
 
-    def _end(self, message_id: str, reply: dict[str, Any], report: CellEnd) -> dict[str, Any]:
-        reply[KEY] = encode(report)
+    def _end(self, message_id: str, reply: dict[str, Any], report: protocol.CellEnd) -> dict[str, Any]:
+        reply[protocol.KEY] = encode(report)
         self._log.end(message_id, reply)
         return reply
 
     async def _execute(
-        self, facts: CellFacts, execute: Callable[[], Awaitable[dict[str, Any]]], measured: dict[str, Any]
+        self, facts: protocol.CellFacts, execute: Callable[[], Awaitable[dict[str, Any]]], measured: dict[str, Any]
     ) -> dict[str, Any]:
         self._breakpoints.begin_cell(facts)
         slowdown = self._session.groups.slowdown
@@ -524,7 +515,7 @@ class CellRunner:
                 slowdown.end_cell()
             self._breakpoints.end_cell()
 
-    def _begin(self, facts: CellFacts, code: str) -> Sequence[CellFeature]:
+    def _begin(self, facts: protocol.CellFacts, code: str) -> Sequence[CellFeature]:
         """Prepare for a cell; return what else surrounds it."""
         session = self._session
         if facts.undo_memory is not None:
@@ -543,7 +534,7 @@ class CellRunner:
             feature.begin_cell(facts)
         return features
 
-    def _prepare(self, facts: CellFacts) -> dict[str, Any] | None:
+    def _prepare(self, facts: protocol.CellFacts) -> dict[str, Any] | None:
         """Set up before the cell's own code runs; return an error reply if that fails."""
         self._session.groups.begin_run(facts.run)
         try:

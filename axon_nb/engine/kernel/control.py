@@ -10,6 +10,9 @@ finished the cell.
 Completions: a separate thread does the work, and the control thread waits for it only briefly: whatever a completion
 runs into (a slow `__dir__`, a device that hangs) must not block an interrupt. The snapshot of names with their
 attributes and keys is small enough to be stored in the notebook after each cell.
+
+Before version 9, ipyparallel's engines have no control thread, without which no cell could be interrupted and no view
+could ask anything until the cell ends: they get one.
 """
 
 from __future__ import annotations
@@ -39,39 +42,9 @@ from axon_nb.engine.session import RankSession
 from axon_nb.engine.sharding import own_mesh
 from axon_nb.errors import UsageError
 from axon_nb.host.children import signal_started
-from axon_nb.records.protocol.cells import (
-    AbortReply,
-    AbortRequest,
-    CellsReply,
-    CellsRequest,
-    CompleteReply,
-    CompleteRequest,
-    InspectReply,
-    InspectRequest,
-    KnownName,
-    NamesReply,
-    NamesRequest,
-    StopRequest,
-)
-from axon_nb.records.protocol.inspection import (
-    DebuggerLine,
-    JobReply,
-    JobRequest,
-    LayoutsRequest,
-    MemoryRequest,
-    MeshReply,
-    MeshRequest,
-    NumbersReply,
-    NumbersRequest,
-    PlanRequest,
-    SpansRequest,
-    StacksReply,
-    StacksRequest,
-    StatusRequest,
-    WaitsReply,
-    WaitsRequest,
-    WatchRequest,
-)
+from axon_nb.records.hooks import hook, missing_hooks
+from axon_nb.records.protocol import cells as cell_protocol
+from axon_nb.records.protocol import inspection as protocol
 from axon_nb.records.stacks import StackFrame, library_of
 from axon_nb.records.telemetry import RankState
 from axon_nb.records.waits import RankWaits
@@ -203,7 +176,7 @@ def _may_communicate(code: CodeType) -> bool:
     return not library_of(code.co_filename) or _COMMUNICATES in code.co_filename
 
 
-def names_snapshot(shell: Any, *, known: set[str]) -> NamesReply:
+def names_snapshot(shell: Any, *, known: set[str]) -> cell_protocol.NamesReply:
     """Snapshot for completion without another request.
 
     Args:
@@ -211,22 +184,22 @@ def names_snapshot(shell: Any, *, known: set[str]) -> NamesReply:
         known: Names of types whose attributes the caller already has.
     """
     end = time.monotonic() + _BUDGET_S
-    names: dict[str, KnownName] = {}
+    names: dict[str, cell_protocol.KnownName] = {}
     types: dict[str, tuple[str, ...]] = {}
     for name, value in list(shell.user_ns.items())[-_MAX_NAMES:]:
         if name.startswith("_"):
             continue
-        names[name] = KnownName()
+        names[name] = cell_protocol.KnownName()
         if time.monotonic() > end:
             continue
         try:
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             if kind not in known and kind not in types:
                 types[kind] = tuple(attribute for attribute in dir(type(value)) if not attribute.startswith("__"))
-            names[name] = KnownName(kind, tuple(_instance_attributes(value)), tuple(_keys(value)))
+            names[name] = cell_protocol.KnownName(kind, tuple(_instance_attributes(value)), tuple(_keys(value)))
         except Exception:  # an unusual object: its name is enough
             continue
-    return NamesReply(names, types)
+    return cell_protocol.NamesReply(names, types)
 
 
 def _instance_attributes(value: Any) -> list[str]:
@@ -276,30 +249,34 @@ class CompletionService:
 
     def handlers(self) -> ControlHandlers:
         """Handlers for the control channel, by request class."""
-        return {CompleteRequest: self._complete, InspectRequest: self._inspect, NamesRequest: self._names}
+        return {
+            cell_protocol.CompleteRequest: self._complete,
+            cell_protocol.InspectRequest: self._inspect,
+            cell_protocol.NamesRequest: self._names,
+        }
 
-    def _complete(self, request: CompleteRequest) -> CompleteReply:
-        def work() -> CompleteReply:
+    def _complete(self, request: cell_protocol.CompleteRequest) -> cell_protocol.CompleteReply:
+        def work() -> cell_protocol.CompleteReply:
             fragment, matches = self._own_completer().complete(line_buffer=request.line, cursor_pos=request.cursor)
-            return CompleteReply(fragment, tuple(matches)[:_MAX_MATCHES])
+            return cell_protocol.CompleteReply(fragment, tuple(matches)[:_MAX_MATCHES])
 
         return self._run_with_timeout(work)
 
-    def _inspect(self, request: InspectRequest) -> InspectReply:
-        def work() -> InspectReply:
+    def _inspect(self, request: cell_protocol.InspectRequest) -> cell_protocol.InspectReply:
+        def work() -> cell_protocol.InspectReply:
             try:
                 # IPython 7 has no `omit_sections`; what asks for them came later, too.
                 omitted = {"omit_sections": request.omit} if request.omit else {}
                 bundle = self._shell.object_inspect_mime(request.name, detail_level=request.detail, **omitted)
             except KeyError:
-                return InspectReply(False, {})
+                return cell_protocol.InspectReply(False, {})
             if not self._shell.enable_html_pager:
                 bundle.pop("text/html", None)
-            return InspectReply(True, {mime: text[:_MAX_TEXT] for mime, text in bundle.items()})
+            return cell_protocol.InspectReply(True, {mime: text[:_MAX_TEXT] for mime, text in bundle.items()})
 
         return self._run_with_timeout(work)
 
-    def _names(self, request: NamesRequest) -> NamesReply:
+    def _names(self, request: cell_protocol.NamesRequest) -> cell_protocol.NamesReply:
         return self._run_with_timeout(lambda: names_snapshot(self._shell, known=set(request.known)))
 
     def _own_completer(self) -> Any:
@@ -354,13 +331,13 @@ def control_handlers(
     """Handlers for the control channel, by request class."""
     groups, sampler = session.groups, telemetry.sampler
 
-    def status(request: StatusRequest) -> RankState:
+    def status(request: protocol.StatusRequest) -> RankState:
         return sampler.sample()
 
-    def watch(request: WatchRequest) -> None:
+    def watch(request: protocol.WatchRequest) -> None:
         telemetry.watch(hz=request.hz, seconds=request.seconds)
 
-    def abort_cell(request: AbortRequest) -> AbortReply:
+    def abort_cell(request: cell_protocol.AbortRequest) -> cell_protocol.AbortReply:
         # Set the flag first: code that the interrupt wakes must not wait again.
         groups.abort.set()
         pending = interrupts.pending
@@ -370,23 +347,23 @@ def control_handlers(
         if interrupted and request.by_user and not request.again:
             signal_started(signal.SIGINT)
         abort(again=request.again)
-        return AbortReply(interrupted, pending, sampler.sample().line if pending else None)
+        return cell_protocol.AbortReply(interrupted, pending, sampler.sample().line if pending else None)
 
-    def report_waits(request: WaitsRequest) -> WaitsReply:
+    def report_waits(request: protocol.WaitsRequest) -> protocol.WaitsReply:
         return _waits(session, sampler)
 
-    def numbers(request: NumbersRequest) -> NumbersReply:
+    def numbers(request: protocol.NumbersRequest) -> protocol.NumbersReply:
         return session.numbers.report(request)
 
-    def stacks(request: StacksRequest) -> StacksReply:
-        return StacksReply(sampler.sample(), tuple(cell_stack(session, interrupts)))
+    def stacks(request: protocol.StacksRequest) -> protocol.StacksReply:
+        return protocol.StacksReply(sampler.sample(), tuple(cell_stack(session, interrupts)))
 
-    def stop(request: StopRequest) -> None:
+    def stop(request: cell_protocol.StopRequest) -> None:
         groups.abort.stop_at(request.at, group=request.group)
 
-    def report_cells(request: CellsRequest) -> CellsReply:
+    def report_cells(request: cell_protocol.CellsRequest) -> cell_protocol.CellsReply:
         cells = log.report(run=request.run, since=request.since, after_ns=request.after_ns)
-        return CellsReply(
+        return cell_protocol.CellsReply(
             cells=tuple(cells),
             running=interrupts.running,
             epoch=groups.epoch,
@@ -396,27 +373,30 @@ def control_handlers(
             staged_size=session.staged_size,
         )
 
-    def report_job(request: JobRequest) -> JobReply:
+    def report_job(request: protocol.JobRequest) -> protocol.JobReply:
         report = job.report(sampler.sample(), request)
-        return JobReply(report, report_waits(WaitsRequest()).waits)
+        return protocol.JobReply(report, report_waits(protocol.WaitsRequest()).waits)
 
     return {
-        AbortRequest: abort_cell,
-        CellsRequest: report_cells,
-        DebuggerLine: breakpoints.put,
-        NumbersRequest: numbers,
-        StacksRequest: stacks,
-        StatusRequest: status,
-        StopRequest: stop,
-        WaitsRequest: report_waits,
-        WatchRequest: watch,
-        JobRequest: with_cost(report_job),
-        MeshRequest: lambda _: MeshReply(own_mesh(session.kernel.shell.user_ns)),
-        **dict.fromkeys((LayoutsRequest, MemoryRequest, PlanRequest, SpansRequest), functools.partial(_view, session)),
+        cell_protocol.AbortRequest: abort_cell,
+        cell_protocol.CellsRequest: report_cells,
+        protocol.DebuggerLine: breakpoints.put,
+        protocol.NumbersRequest: numbers,
+        protocol.StacksRequest: stacks,
+        protocol.StatusRequest: status,
+        cell_protocol.StopRequest: stop,
+        protocol.WaitsRequest: report_waits,
+        protocol.WatchRequest: watch,
+        protocol.JobRequest: with_cost(report_job),
+        protocol.MeshRequest: lambda _: protocol.MeshReply(own_mesh(session.kernel.shell.user_ns)),
+        **dict.fromkeys(
+            (protocol.LayoutsRequest, protocol.MemoryRequest, protocol.PlanRequest, protocol.SpansRequest),
+            functools.partial(_view, session),
+        ),
     }
 
 
-def _waits(session: RankSession, sampler: Sampler) -> WaitsReply:
+def _waits(session: RankSession, sampler: Sampler) -> protocol.WaitsReply:
     """What this rank does, and what it waits for."""
     state, in_progress = sampler.sample(), group_waits()
     via, waited = sampler.via(state.call) if state.call else ("", 0)
@@ -437,8 +417,34 @@ def _waits(session: RankSession, sampler: Sampler) -> WaitsReply:
         from axon_nb.engine.groups.flight_recorder import dump, overdue
 
         late = overdue(session.groups.native, dump())
-    return WaitsReply(waits, in_progress.collectives, awaited_peers(), late, in_progress.started)
+    return protocol.WaitsReply(waits, in_progress.collectives, awaited_peers(), late, in_progress.started)
 
 
 def _view(session: RankSession, request: Any) -> Any:
     return session.part(VIEWS).answer(request)
+
+
+def install_control_thread() -> None:
+    """Have the engine that this process is about to run use a kernel with a control thread."""
+    if not hook("kernel.control_thread").is_used or missing_hooks("kernel.control_thread"):
+        return
+    import ipyparallel.engine.app
+    from ipykernel.control import ControlThread
+    from ipyparallel.engine.kernel import IPythonParallelKernel
+    from zmq.eventloop.zmqstream import ZMQStream
+
+    class ThreadedKernel(IPythonParallelKernel):
+        control_stream: Any
+        control_thread: Any
+
+        def start(self) -> None:
+            stream = self.control_stream
+            self.control_thread = ControlThread(daemon=True)
+            self.control_thread.start()
+            socket, stream.socket = stream.socket, None
+            stream.io_loop.remove_handler(socket)
+            self.control_stream = ZMQStream(socket, self.control_thread.io_loop)
+            super().start()
+
+    engine: Any = ipyparallel.engine.app
+    engine.Kernel = ThreadedKernel

@@ -22,39 +22,9 @@ from torch import nn
 
 from axon_nb.comm.world import World
 from axon_nb.engine.elastic import sharded_states
-from axon_nb.engine.parity.batch import (
-    Batch,
-    CellEnded,
-    Cuts,
-    Joined,
-    Key,
-    Parts,
-    checksum,
-    gather_batch,
-    gather_cuts,
-    leaves_of,
-    mentioned_names,
-    replace_leaves,
-)
-from axon_nb.engine.parity.recorder import (
-    Pieces,
-    Projector,
-    Recorder,
-    WholePipeline,
-    epsilon_of,
-    fill,
-    gather_pieces,
-    gather_zero_states,
-    is_whole,
-    local_part,
-    microbatches,
-    named_parameters,
-    part_of,
-    replace_optimizer,
-    use_alone,
-)
-from axon_nb.engine.session import CellComparer, current
-from axon_nb.engine.snapshot.history import History
+from axon_nb.engine.parity import batch as batches
+from axon_nb.engine.parity import recorder as recording
+from axon_nb.engine.session import current
 from axon_nb.errors import UsageError
 from axon_nb.records.training.digests import Bounds, Comparison, Digest, Entry, Observation, Place, allowed_error
 
@@ -87,10 +57,10 @@ class Reference:
         places: Mapping[int, Place],
         prepare: Callable[[], tuple[Mapping[str, nn.Module], list[torch.Tensor]]],
         body: Callable[[], None],
-        cuts: Callable[[Sequence[torch.Tensor], Callable[[torch.Tensor], None]], Cuts],
+        cuts: Callable[[Sequence[torch.Tensor], Callable[[torch.Tensor], None]], batches.Cuts],
     ) -> None:
         self._places, self._prepare, self._body, self._cuts = places, prepare, body, cuts
-        self._projector = Projector()
+        self._projector = recording.Projector()
         self._seen: dict[tuple[str, str, int], list[tuple[int, Observation]]] = defaultdict(list)
         for rank, observations in seen.items():
             for one in observations:
@@ -135,10 +105,10 @@ class Reference:
             return changed
 
         def alone(_: World) -> None:
-            with self._cuts(tensors, change) as cuts, Recorder(models, sink, cuts=cuts) as recorder:
+            with self._cuts(tensors, change) as cuts, recording.Recorder(models, sink, cuts=cuts) as recorder:
                 try:
                     self._body()
-                except CellEnded:
+                except batches.CellEnded:
                     steps = {1 + one.call for key, of in self._seen.items() if key[0] == "weight" for _, one in of}
                     if recorder.steps < max(steps, default=0):
                         raise UsageError(
@@ -159,10 +129,10 @@ class Reference:
         matched = False
         for rank, one in self._seen.get((kind, path, index), ()):
             place = self._places[rank]
-            count = microbatches(one.shape, whole, place) if of_batch else 1
+            count = recording.microbatches(one.shape, whole, place) if of_batch else 1
             if one.call // count != call:
                 continue
-            bounds = one.bounds or part_of(one.shape, whole, place, of_batch=of_batch, call=one.call)
+            bounds = one.bounds or recording.part_of(one.shape, whole, place, of_batch=of_batch, call=one.call)
             if bounds is None or len(bounds) != len(whole):
                 self.unmatched[path] = None
                 continue
@@ -201,7 +171,7 @@ class Reference:
                 entry = self._entries[key]
                 entry.noise[rank] = max(entry.noise.get(rank, 0.0), _distance(digest, entry.reference[rank]))
             return
-        entry = self._entries.get(key) or Entry(*key, type(module).__name__, epsilon_of(part), {}, {}, {}, {})
+        entry = self._entries.get(key) or Entry(*key, type(module).__name__, recording.epsilon_of(part), {}, {}, {}, {})
         self._entries[key] = entry
         entry.ranks[rank], entry.parts[rank], entry.reference[rank] = one.digest, bounds, digest
         kind, path, _, call = key
@@ -254,7 +224,7 @@ def perturb(tensors: Sequence[torch.Tensor], *, seed: int) -> None:
         if tensor.is_floating_point():
             generator = torch.Generator(tensor.device).manual_seed(seed * 1_000_003 + number)
             signs = torch.randint(0, 2, tensor.shape, generator=generator, device=tensor.device) * 2 - 1
-            tensor.mul_(1 + signs.to(tensor.dtype) * epsilon_of(tensor))
+            tensor.mul_(1 + signs.to(tensor.dtype) * recording.epsilon_of(tensor))
 
 
 class Comparer:
@@ -268,20 +238,20 @@ class Comparer:
 
     def __init__(self, code: str, plain: str, namespace: dict[str, Any]) -> None:
         self._code, self._plain, self._namespace = code, plain, namespace
-        self._names = mentioned_names(current().kernel.shell.transform_cell(code), namespace)
+        self._names = batches.mentioned_names(current().kernel.shell.transform_cell(code), namespace)
         self._observations: list[Observation] = []
-        self._projector = Projector()
-        self._recorder: Recorder | None = None
+        self._projector = recording.Projector()
+        self._recorder: recording.Recorder | None = None
         self._written: list[str] = []
         self._writes = contextlib.ExitStack()
         self._seen: dict[int, list[Observation]] = {}
-        self._batch: Batch
-        self._parts: Parts
-        self._cuts: Cuts
-        self._joined: Joined
-        self._used: dict[Key, None] = {}
+        self._batch: batches.Batch
+        self._parts: batches.Parts
+        self._cuts: batches.Cuts
+        self._joined: batches.Joined
+        self._used: dict[batches.Key, None] = {}
         self._is_same_part = False
-        self._pieces: list[Pieces] = []
+        self._pieces: list[recording.Pieces] = []
         self._zero_states: list[dict[tuple[int, str], Any]] = []
         self.problem = self._prepare()
         """Why the cell cannot be compared; empty if it can. The same on all ranks."""
@@ -297,13 +267,13 @@ class Comparer:
         if first := next(filter(None, problems), ""):
             return str(first)
         try:
-            self._batch = gather_batch(self._namespace, self._names - set(self._models) - {self._plain})
+            self._batch = batches.gather_batch(self._namespace, self._names - set(self._models) - {self._plain})
         except UsageError as error:
             return str(error)
         if self._plain:
             (model,) = self._models.values()
-            self._pieces = gather_pieces(_part(model), self._optimizers())
-        self._zero_states = gather_zero_states(self._zero_optimizers())
+            self._pieces = recording.gather_pieces(_part(model), self._optimizers())
+        self._zero_states = recording.gather_zero_states(self._zero_optimizers())
         return ""
 
     def _check(self) -> None:
@@ -323,7 +293,7 @@ class Comparer:
                 raise UsageError("--compare does not support ZeroRedundancyOptimizer with overlap_with_ddp=True.")
         if not self._plain:
             for name, model in self._models.items():
-                if not is_whole(model):
+                if not recording.is_whole(model):
                     raise UsageError(
                         f"`{name}` is split over ranks: name a plain model with the same module names, such as "
                         "`%%distributed --compare plain`. It is filled with the ranks' weights."
@@ -358,9 +328,9 @@ class Comparer:
         """Observe from now on."""
         models = {self._prefix(name): _part(model) for name, model in self._models.items()}
         data = self._names - set(self._models) - {self._plain}
-        self._parts = Parts([leaf for name in data for _, leaf in leaves_of(self._namespace[name], ())])
-        self._cuts = Cuts(self._namespace, self._parts.note)
-        self._recorder = Recorder(models, self._observe, self._is_discarded, cuts=self._cuts).__enter__()
+        self._parts = batches.Parts([leaf for name in data for _, leaf in batches.leaves_of(self._namespace[name], ())])
+        self._cuts = batches.Cuts(self._namespace, self._parts.note)
+        self._recorder = recording.Recorder(models, self._observe, self._is_discarded, cuts=self._cuts).__enter__()
         self._writes.enter_context(_watched_writes(self._written))
         self._writes.enter_context(self._cuts)
 
@@ -371,7 +341,7 @@ class Comparer:
         return f"{name}." if len(self._models) > 1 else ""
 
     def _observe(self, kind: str, name: str, tensor: torch.Tensor, *, index: int = 0, call: int = 0, **_: Any) -> None:
-        local, bounds = local_part(tensor)
+        local, bounds = recording.local_part(tensor)
         digest = self._projector.digest(local)
         self._observations.append(Observation(kind, name, index, call, tuple(local.shape), digest, bounds))
 
@@ -387,7 +357,7 @@ class Comparer:
             self._recorder.finish()
         self.close()
         try:
-            self._joined = gather_cuts(self._parts, self._cuts.calls, self._batch)
+            self._joined = batches.gather_cuts(self._parts, self._cuts.calls, self._batch)
         except UsageError as error:
             self.problem = self.problem or str(error)
         gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -443,13 +413,16 @@ class Comparer:
             yield f"what `{name}` gets at line {line} (the same on all ranks)"
 
     def _replaced(
-        self, whole: Mapping[Key, torch.Tensor], tensors: Sequence[torch.Tensor], change: Callable[[torch.Tensor], None]
-    ) -> Cuts:
+        self,
+        whole: Mapping[batches.Key, torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        change: Callable[[torch.Tensor], None],
+    ) -> batches.Cuts:
         """Return what joins, while the reference runs, the parts that the cell cuts itself."""
 
-        def visit(key: Key, part: torch.Tensor) -> torch.Tensor | None:
+        def visit(key: batches.Key, part: torch.Tensor) -> torch.Tensor | None:
             if key not in whole:
-                if key in self._joined.same and self._joined.same[key] != checksum(part):
+                if key in self._joined.same and self._joined.same[key] != batches.checksum(part):
                     self._is_same_part = True
                 return None
             self._used[key] = None
@@ -457,7 +430,7 @@ class Comparer:
             change(tensor)
             return tensor
 
-        return Cuts(self._namespace, visit, tensors, self._joined.calls)
+        return batches.Cuts(self._namespace, visit, tensors, self._joined.calls)
 
     def _refused(self, problem: str) -> Comparison:
         return Comparison([], {}, (), (), "", problem)
@@ -465,7 +438,7 @@ class Comparer:
     def _become_one(self) -> tuple[Mapping[str, nn.Module], list[torch.Tensor]]:
         """Give this rank the state before the cell, the whole batch and the whole model."""
         space = self._namespace
-        cast(History, current().snapshots).restore_held(_TRIAL)
+        current().snapshots.restore_held(_TRIAL)
         tensors: list[torch.Tensor] = []
         leaves = self._batch.leaves
 
@@ -476,7 +449,7 @@ class Comparer:
             return tensors[-1]
 
         for name in self._batch.names:
-            space[name] = replace_leaves(space[name], (name,), joined)
+            space[name] = batches.replace_leaves(space[name], (name,), joined)
         for name, value in list(space.items()):
             if isinstance(value, dist.ProcessGroup):
                 space[name] = None
@@ -487,18 +460,20 @@ class Comparer:
         for optimizer, states in zip(self._zero_optimizers(), self._zero_states, strict=True):
             sharded_states.step_alone(optimizer, states)
         for model in models.values():
-            use_alone(model)
-            tensors += [parameter.data for _, parameter in named_parameters(model)]
+            recording.use_alone(model)
+            tensors += [parameter.data for _, parameter in recording.named_parameters(model)]
         return {self._prefix(name): model for name, model in models.items()}, tensors
 
     def _become_plain(self) -> dict[str, nn.Module]:
         space, plain = self._namespace, self._namespace[self._plain]
         ((name, model),) = self._models.items()
-        fill(plain, self._pieces, self._batch.places)
+        recording.fill(plain, self._pieces, self._batch.places)
         for optimizer in self._optimizers():
-            replace_optimizer(optimizer, _part(model), plain, pieces=self._pieces, places=self._batch.places)
+            recording.replace_optimizer(optimizer, _part(model), plain, pieces=self._pieces, places=self._batch.places)
         is_pipeline = _part(model) is not model
-        substitute = WholePipeline(plain, next(iter(getattr(model, "_loss", (None,))))) if is_pipeline else plain
+        substitute = (
+            recording.WholePipeline(plain, next(iter(getattr(model, "_loss", (None,))))) if is_pipeline else plain
+        )
         for other, value in list(space.items()):
             if value is model:
                 space[other] = substitute
@@ -572,7 +547,7 @@ def compare() -> Comparison:
         current().comparer = None
 
 
-def _running() -> CellComparer:
+def _running() -> Comparer:
     comparer = current().comparer
     assert comparer is not None, "prepare() comes first"
     return comparer

@@ -64,7 +64,7 @@ def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Bounds | None]:
     found = placed(tensor)
     if found is None or any(placement.is_partial() for placement in found.placements):
         return tensor, None
-    from axon_nb.engine.placement import placement_of
+    from axon_nb.engine.sharding import placement_of
 
     offset = placement_of(tensor).offset
     ends = (start + size for start, size in zip(offset, found.local.shape, strict=True))

@@ -33,17 +33,7 @@ from axon_nb.engine.groups import creation, recovery
 from axon_nb.engine.session import RankSession, current, user_variables
 from axon_nb.engine.sharding import device_mesh_type, is_dtensor, is_sharded, loaded_class
 from axon_nb.engine.snapshot.history import Snapshot
-from axon_nb.engine.transfer.namespace import (
-    CannotCopyError,
-    ImportContext,
-    NamespacePickler,
-    Place,
-    dump,
-    find_uncopyable,
-    import_context,
-    raise_if_of_process,
-    receive_content,
-)
+from axon_nb.engine.transfer import namespace as namespaces
 from axon_nb.host.shared_memory import find_kept_memory
 from axon_nb.records.protocol.recovery import GroupRecord
 from axon_nb.torch_api import torch_api
@@ -217,7 +207,9 @@ def read_bytes(fd: int, offset: int, size: int) -> bytearray:
     return data
 
 
-def structure_pickler(managed: Mapping[int, Any]) -> Callable[[Any, Callable[[torch.UntypedStorage], Place]], Any]:
+def structure_pickler(
+    managed: Mapping[int, Any],
+) -> Callable[[Any, Callable[[torch.UntypedStorage], namespaces.Place]], Any]:
     """Return the pickler for the same rank.
 
     Args:
@@ -227,8 +219,10 @@ def structure_pickler(managed: Mapping[int, Any]) -> Callable[[Any, Callable[[to
     return functools.partial(_Pickler, managed)
 
 
-class _Pickler(NamespacePickler):
-    def __init__(self, managed: Mapping[int, Any], file: Any, save: Callable[[torch.UntypedStorage], Place]) -> None:
+class _Pickler(namespaces.NamespacePickler):
+    def __init__(
+        self, managed: Mapping[int, Any], file: Any, save: Callable[[torch.UntypedStorage], namespaces.Place]
+    ) -> None:
         super().__init__(file, save)
         self._managed = managed
 
@@ -261,8 +255,8 @@ class _Pickler(NamespacePickler):
     def raise_if_uncopyable(self, obj: Any, kind: type) -> None:
         """Raise CannotCopyError for what belongs to this process alone."""
         if is_sharded(obj):
-            raise CannotCopyError("is sharded by FSDP1: use `fully_shard`")
-        raise_if_of_process(kind)
+            raise namespaces.CannotCopyError("is sharded by FSDP1: use `fully_shard`")
+        namespaces.raise_if_of_process(kind)
 
 
 def _declare(tensor: torch.Tensor, state: tuple[Any, ...]) -> None:
@@ -338,7 +332,7 @@ def adopt_shards(pieces: _Pieces) -> None:
 def pack(
     session: RankSession,
     snapshot: Snapshot,
-    save: Callable[[torch.UntypedStorage], Place],
+    save: Callable[[torch.UntypedStorage], namespaces.Place],
     left_out: dict[str, str],
 ) -> bytearray:
     """Pickle everything but the contents of storages.
@@ -363,19 +357,19 @@ def pack(
 
     def dump_content() -> bytes:
         content["variables"] = {name: value for name, value in variables.items() if name not in left_out}
-        return dump(make, content, save)
+        return namespaces.dump(make, content, save)
 
     variables = user_variables(session.kernel.shell)
     try:
         data = dump_content()
     except Exception:  # the probe says what it was
-        left_out |= find_uncopyable(make, content["variables"])
+        left_out |= namespaces.find_uncopyable(make, content["variables"])
         data = dump_content()
-    return bytearray(_start(import_context(content["variables"]), tuple(recovery.list_groups())) + data)
+    return bytearray(_start(namespaces.import_context(content["variables"]), tuple(recovery.list_groups())) + data)
 
 
 @functools.lru_cache(maxsize=1)  # thousands of names, which seldom change from one step to the next
-def _start(context: ImportContext, groups: tuple[GroupRecord, ...]) -> bytes:
+def _start(context: namespaces.ImportContext, groups: tuple[GroupRecord, ...]) -> bytes:
     return pickle.dumps((context, groups))
 
 
@@ -387,7 +381,7 @@ def unpack(session: RankSession, data: bytearray, read: Callable[[int, int], byt
         data: What `pack` returned.
         read: Returns bytes of the slot's file.
     """
-    content = receive_content(data, read)
+    content = namespaces.receive_content(data, read)
     adopt_shards(content["shards"])
     session.steps.load(content["steps"])
     creation.forget_equal_meshes()  # loading has filled the cache; that of the other ranks is empty

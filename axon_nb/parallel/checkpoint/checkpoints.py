@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils.data import Dataset, DistributedSampler
 
 from axon_nb.errors import UsageError
+from axon_nb.parallel.checkpoint import saving
 from axon_nb.parallel.checkpoint.folder import (
     CheckpointError,
     CheckpointFolder,
@@ -38,15 +39,6 @@ from axon_nb.parallel.checkpoint.folder import (
     Manifest,
     Peers,
     check,
-)
-from axon_nb.parallel.checkpoint.saving import (
-    Contents,
-    PendingSave,
-    commit,
-    finish_pending,
-    prepare,
-    read_plain,
-    set_rank_state,
 )
 from axon_nb.parallel.checkpoint.tensors import (
     Optimizers,
@@ -124,7 +116,7 @@ class Checkpoints:
         self._folder = CheckpointFolder(folder)
         self._keep = keep
         self._group = group
-        self._pending: PendingSave | None = None
+        self._pending: saving.PendingSave | None = None
 
     @property
     def folder(self) -> Path:
@@ -177,7 +169,7 @@ class Checkpoints:
         try:
             peers.run_on_all(writer.write, error=CheckpointSaveError, what=_NOT_SAVED)
             name = peers.run_on_first(
-                lambda: commit(writer, self._folder, step=step, keep=self._keep).name,
+                lambda: saving.commit(writer, self._folder, step=step, keep=self._keep).name,
                 error=CheckpointSaveError,
                 what=_NOT_SAVED,
             )
@@ -189,7 +181,7 @@ class Checkpoints:
 
     def async_save(
         self, step: int, *, model: nn.Module, optimizer: Optimizers = None, extra: Any = None, **stateful: Any
-    ) -> PendingSave:
+    ) -> saving.PendingSave:
         """Like `save`, but return once the tensors are copied; files are written in the background.
 
         Only one save runs at a time: the next one, `wait` and loading wait for it and raise its error.
@@ -203,7 +195,7 @@ class Checkpoints:
         """
         peers, writer = self._prepare(step, model, optimizer, extra, stateful)
         peers.run_on_all(writer.stage, error=CheckpointSaveError, what="The tensors could not be copied")
-        self._pending = PendingSave(step, writer, self._folder, keep=self._keep, wait=self.wait)
+        self._pending = saving.PendingSave(step, writer, self._folder, keep=self._keep, wait=self.wait)
         self._pending.start()
         return self._pending
 
@@ -311,11 +303,11 @@ class Checkpoints:
     ) -> tuple[Peers, TensorWriter]:
         peers = Peers(self._group)
         self._finish_pending(peers)
-        contents = Contents(model, optimizer, extra, stateful)
-        return peers, prepare(peers, self._folder, step, contents)
+        contents = saving.Contents(model, optimizer, extra, stateful)
+        return peers, saving.prepare(peers, self._folder, step, contents)
 
     def _finish_pending(self, peers: Peers) -> None:
-        finish_pending(peers, self._folder, self._pending, self._clear_pending)
+        saving.finish_pending(peers, self._folder, self._pending, self._clear_pending)
 
     def _clear_pending(self) -> None:
         self._pending = None
@@ -378,10 +370,10 @@ def restore(
         read_tensors({**model_tensors, **tensors}, manifest.path, metadata)
         set_model_state(plain, shards, {name.removeprefix(_MODEL): value for name, value in model_tensors.items()})
         if optimizer is not None:
-            states.restore(tensors, read_plain(manifest.path / _OPTIMIZER))
+            states.restore(tensors, saving.read_plain(manifest.path / _OPTIMIZER))
         same = manifest.world_size == peers.size
-        saved = read_plain(manifest.path / f"rank_{peers.rank if same else 0:05d}.pt")
-        set_rank_state(saved, stateful, is_own=same, step=manifest.step, rank=peers.rank)
+        saved = saving.read_plain(manifest.path / f"rank_{peers.rank if same else 0:05d}.pt")
+        saving.set_rank_state(saved, stateful, is_own=same, step=manifest.step, rank=peers.rank)
         return saved["extra"]
 
     return peers.run_on_all(read, error=CorruptCheckpointError, what=f"{manifest.path} cannot be read")[peers.rank]

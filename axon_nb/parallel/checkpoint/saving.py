@@ -30,6 +30,7 @@ from msgspec import Struct
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from axon_nb.parallel.checkpoint import tensors
 from axon_nb.parallel.checkpoint.folder import (
     CheckpointError,
     CheckpointFolder,
@@ -40,14 +41,6 @@ from axon_nb.parallel.checkpoint.folder import (
     describe,
     sync_file,
     sync_folder,
-)
-from axon_nb.parallel.checkpoint.tensors import (
-    Optimizers,
-    OptimizerStates,
-    Shards,
-    TensorWriter,
-    model_state,
-    plain_model,
 )
 from axon_nb.random_states import random_states, set_random_states
 
@@ -75,7 +68,7 @@ class PendingSave:
     def __init__(
         self,
         step: int,
-        writer: TensorWriter,
+        writer: tensors.TensorWriter,
         folder: CheckpointFolder,
         *,
         keep: int | None,
@@ -166,7 +159,7 @@ class PendingSave:
         return f"PendingSave(step={self.step}, {state})"
 
 
-def commit(writer: TensorWriter, folder: CheckpointFolder, *, step: int, keep: int | None) -> Path:
+def commit(writer: tensors.TensorWriter, folder: CheckpointFolder, *, step: int, keep: int | None) -> Path:
     """Turn the parts written by all ranks into a checkpoint. Call it on one rank."""
     writer.write_index()
     return folder.finish(writer.draft, step=step, world_size=writer.world_size, keep=keep)
@@ -212,12 +205,12 @@ class Contents(Struct, frozen=True):
     """The contents of a checkpoint."""
 
     model: nn.Module
-    optimizer: Optimizers
+    optimizer: tensors.Optimizers
     extra: Any
     stateful: dict[str, Any]
 
 
-def prepare(peers: Peers, folder: CheckpointFolder, step: int, contents: Contents) -> TensorWriter:
+def prepare(peers: Peers, folder: CheckpointFolder, step: int, contents: Contents) -> tensors.TensorWriter:
     """Write everything but the tensors, and plan who writes those. Collective.
 
     Raises:
@@ -237,9 +230,9 @@ def prepare(peers: Peers, folder: CheckpointFolder, step: int, contents: Content
         raise
 
 
-def _prepare(peers: Peers, draft: Path, contents: Contents) -> TensorWriter:
-    shards = Shards(plain := plain_model(contents.model))
-    states = OptimizerStates(contents.optimizer, shards)
+def _prepare(peers: Peers, draft: Path, contents: Contents) -> tensors.TensorWriter:
+    shards = tensors.Shards(plain := tensors.plain_model(contents.model))
+    states = tensors.OptimizerStates(contents.optimizer, shards)
 
     def write_rank_part() -> dict[str, Any]:
         if not draft.is_dir():
@@ -261,8 +254,8 @@ def _prepare(peers: Peers, draft: Path, contents: Contents) -> TensorWriter:
 
     if contents.optimizer is not None:
         peers.run_on_first(write_shared_part, error=CheckpointSaveError, what=_NOT_SAVED)
-    state = {f"model.{name}": value for name, value in model_state(plain, shards).items()}
-    return TensorWriter.prepare({**state, **states.tensors()}, draft, peers)
+    state = {f"model.{name}": value for name, value in tensors.model_state(plain, shards).items()}
+    return tensors.TensorWriter.prepare({**state, **states.tensors()}, draft, peers)
 
 
 def _check_same_step(peers: Peers, step: int) -> None:
@@ -386,8 +379,8 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, group:
         CheckpointSaveError: the file could not be written; raised on all ranks.
     """
     peers, target = Peers(group), Path(path)
-    shards = Shards(plain := plain_model(model))
-    state = model_state(plain, shards)
+    shards = tensors.Shards(plain := tensors.plain_model(model))
+    state = tensors.model_state(plain, shards)
     header = peers.run_on_all(lambda: _header(state), error=CheckpointError, what="The model cannot be exported")[0]
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     failure: Exception | None = None

@@ -23,20 +23,8 @@ from torch.optim import Optimizer
 from axon_nb.comm.collectives.movement import barrier
 from axon_nb.comm.group import Backend, GroupLike, ProcessGroup
 from axon_nb.errors import UsageError
+from axon_nb.parallel.data import units
 from axon_nb.parallel.data.ddp import DDP, broadcast_model
-from axon_nb.parallel.data.units import (
-    ParameterGatherer,
-    ParameterOffloader,
-    Wrap,
-    copy_full_value,
-    full_value,
-    local_device,
-    local_shard,
-    make_units,
-    offload_states,
-    on_backward_start,
-    resolve_mesh,
-)
 from axon_nb.parallel.loop import check_inputs, clip_grad_norm
 from axon_nb.parallel.memory import (
     CPUOffload,
@@ -63,14 +51,14 @@ class ShardedModel(nn.Module):
     """The wrapped model."""
     mesh: DeviceMesh
     """The mesh; its last axis is the shard axis."""
-    _host: ParameterOffloader | None = None
+    _host: units.ParameterOffloader | None = None
 
     def __init__(self, model: nn.Module, strategy: ShardingStrategy, cpu_offload: CPUOffload) -> None:
         super().__init__()
         self.strategy = parse_enum(ShardingStrategy, strategy, "strategy")
         self.cpu_offload = parse_enum(CPUOffload, cpu_offload, "cpu_offload")
         # With tensor parallelism, the shapes of this rank's shards.
-        self._shapes = [(tuple(local_shard(p).shape), p.dtype, p.requires_grad) for p in model.parameters()]
+        self._shapes = [(tuple(units.local_shard(p).shape), p.dtype, p.requires_grad) for p in model.parameters()]
         self._optimizer_kind: OptimizerKind | None = None
         self._optimizer_ref: Callable[[], Optimizer | None] = lambda: None
 
@@ -106,7 +94,7 @@ class ShardedModel(nn.Module):
         if self._host is not None:
             self._host.attach(created)
         if self.cpu_offload is CPUOffload.OPTIMIZER_STATES:
-            offload_states(created, local_device(self.mesh))
+            units.offload_states(created, units.local_device(self.mesh))
         return created
 
     def _make_optimizer(
@@ -143,7 +131,7 @@ class ShardedModel(nn.Module):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return full parameters and buffers in CPU memory, on every rank. Collective: call it on all ranks."""
-        return {name: full_value(value) for name, value in self.module.state_dict().items()}
+        return {name: units.full_value(value) for name, value in self.module.state_dict().items()}
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load full parameters and buffers, such as those of `full_state_dict`; the same on every rank.
@@ -163,7 +151,7 @@ class ShardedModel(nn.Module):
                     f"{name} has shape {tuple(shards[name].shape)} in the model and {tuple(value.shape)} in the state."
                 )
         for name, value in state.items():
-            copy_full_value(shards[name], value)
+            units.copy_full_value(shards[name], value)
 
     def memory_estimate(
         self,
@@ -211,7 +199,7 @@ class ShardedModel(nn.Module):
             self._optimizer_ref() if optimizer is None else optimizer,
             estimate=self.memory_estimate(),
             cpu_offload=self.cpu_offload,
-            device=local_device(self.mesh),
+            device=units.local_device(self.mesh),
         )
 
 
@@ -259,7 +247,7 @@ class FSDP(ShardedModel):
         *,
         strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
         mesh: DeviceMesh | None = None,
-        wrap: Wrap = None,
+        wrap: units.Wrap = None,
         mixed_precision: torch.dtype | MixedPrecisionPolicy | None = None,
         cpu_offload: CPUOffload = CPUOffload.NONE,
         sync_parameters: bool = True,
@@ -267,7 +255,7 @@ class FSDP(ShardedModel):
         super().__init__(model, strategy, cpu_offload)
         if self.strategy is ShardingStrategy.OPTIMIZER_STATE:
             raise UsageError(f"{type(self).__name__} cannot use OPTIMIZER_STATE; derive it from ZeRO1.")
-        self.mesh = resolve_mesh(group, mesh, self.strategy, model)
+        self.mesh = units.resolve_mesh(group, mesh, self.strategy, model)
         if sync_parameters:
             broadcast_model(model, self.mesh)
         options: dict[str, Any] = {"mesh": self.mesh}
@@ -277,26 +265,26 @@ class FSDP(ShardedModel):
         if self.cpu_offload is CPUOffload.FULL:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.mesh.device_type == "cuda")
         keep_whole = self.strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
-        for unit in make_units(model, wrap):
+        for unit in units.make_units(model, wrap):
             # Only the model's own output is cast: between units the dtype stays the same.
             inner = replace(policy, output_dtype=None)
             fully_shard(unit, reshard_after_forward=not keep_whole, mp_policy=inner, **options)
         options |= {"mp_policy": policy, "reshard_after_forward": False if keep_whole else None}
         self.module: Any = fully_shard(model, **options)
-        self._gatherer = ParameterGatherer(model, self.mesh)
+        self._gatherer = units.ParameterGatherer(model, self.mesh)
         self._accumulating, self._synced = False, True
         if self.cpu_offload is CPUOffload.PARAMS:
-            self._host = ParameterOffloader(model, local_device(self.mesh))
+            self._host = units.ParameterOffloader(model, units.local_device(self.mesh))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
-        check_inputs(self.mesh.device_type, lambda: local_device(self.mesh), args, kwargs)
+        check_inputs(self.mesh.device_type, lambda: units.local_device(self.mesh), args, kwargs)
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             if self._accumulating:
                 self._synced = False
             elif not self._synced:
-                on_backward_start(output, self._mark_synced)
+                units.on_backward_start(output, self._mark_synced)
         return output
 
     def _mark_synced(self) -> None:
@@ -373,7 +361,7 @@ class ZeRO1(FSDP, strategy=ShardingStrategy.OPTIMIZER_STATE):
         *,
         strategy: ShardingStrategy = ShardingStrategy.OPTIMIZER_STATE,
         mesh: DeviceMesh | None = None,
-        wrap: Wrap = None,
+        wrap: units.Wrap = None,
         mixed_precision: torch.dtype | None = None,
         cpu_offload: CPUOffload = CPUOffload.NONE,
         sync_parameters: bool = True,
@@ -391,7 +379,7 @@ class ZeRO1(FSDP, strategy=ShardingStrategy.OPTIMIZER_STATE):
             raise UsageError(
                 f"ZeRO-1 does not support mixed_precision={mixed_precision}; use torch.autocast around the forward."
             )
-        self.mesh = resolve_mesh(group, mesh, self.strategy, model)
+        self.mesh = units.resolve_mesh(group, mesh, self.strategy, model)
         ddp_options.setdefault("gradient_as_bucket_view", True)
         self.module = model
         # Hidden from nn.Module in a tuple: only `module` is a submodule, so names are those of the other strategies.

@@ -204,41 +204,12 @@ class PipelineMemoryStats:
     @staticmethod
     def gpipe_peak_activations(num_stages: int, num_microbatches: int) -> int:
         """Return GPipe's peak: all microbatches, in every stage."""
-        return _peak(PipelineSchedule.GPIPE, num_stages, num_microbatches, 1)
+        return _peak(PipelineSchedule.GPIPE, num_stages, num_microbatches)
 
     @staticmethod
     def one_f_one_b_peak_activations(num_stages: int, num_microbatches: int) -> int:
         """Return 1F1B's peak: as many microbatches as stages, in the first stage."""
-        return _peak(PipelineSchedule.ONE_F_ONE_B, num_stages, num_microbatches, 1)
-
-    @staticmethod
-    def interleaved_one_f_one_b_peak_activations(
-        num_stages: int, num_microbatches: int, *, stages_per_rank: int = 2
-    ) -> int:
-        """Return the peak of the busiest rank with Interleaved1F1B, in microbatches of one (smaller) stage."""
-        return _peak(PipelineSchedule.INTERLEAVED_1F1B, num_stages, num_microbatches, stages_per_rank)
-
-    @staticmethod
-    def looped_bfs_peak_activations(num_stages: int, num_microbatches: int, *, stages_per_rank: int = 2) -> int:
-        """Return the peak of every rank with LoopedBFS: all microbatches in each of its stages."""
-        return _peak(PipelineSchedule.LOOPED_BFS, num_stages, num_microbatches, stages_per_rank)
-
-    @staticmethod
-    def interleaved_zero_bubble_peak_activations(
-        num_stages: int, num_microbatches: int, *, stages_per_rank: int = 2
-    ) -> int:
-        """Return the peak of the busiest rank with InterleavedZeroBubble, in microbatches of one stage."""
-        return _peak(PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, num_stages, num_microbatches, stages_per_rank)
-
-    @staticmethod
-    def zbv_zero_bubble_peak_activations(num_stages: int, num_microbatches: int) -> int:
-        """Return the peak of the busiest rank with ZBVZeroBubble, in microbatches of one stage."""
-        return _peak(PipelineSchedule.ZBV_ZERO_BUBBLE, num_stages, num_microbatches, 2)
-
-    @staticmethod
-    def dual_pipe_v_peak_activations(num_stages: int, num_microbatches: int) -> int:
-        """Return the peak of the busiest rank with DualPipeV, in microbatches of one stage."""
-        return _peak(PipelineSchedule.DUAL_PIPE_V, num_stages, num_microbatches, 2)
+        return _peak(PipelineSchedule.ONE_F_ONE_B, num_stages, num_microbatches)
 
 
 def peak_live_microbatches(orders: Sequence[Order], *, num_stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -256,13 +227,8 @@ def peak_live_microbatches(orders: Sequence[Order], *, num_stages: int) -> tuple
     return tuple(per_stage), tuple(per_rank)
 
 
-def _peak(schedule: PipelineSchedule, num_stages: int, num_microbatches: int, stages_per_rank: int) -> int:
-    stats = PipelineMemoryStats.of(
-        schedule,
-        num_ranks=max(1, num_stages // stages_per_rank),
-        num_microbatches=num_microbatches,
-        num_stages=num_stages,
-    )
+def _peak(schedule: PipelineSchedule, num_stages: int, num_microbatches: int) -> int:
+    stats = PipelineMemoryStats.of(schedule, num_ranks=num_stages, num_microbatches=num_microbatches)
     return stats.peak_activations
 
 

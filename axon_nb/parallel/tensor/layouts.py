@@ -23,14 +23,7 @@ from axon_nb.comm.collectives.movement import all_gather
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.samples import differ, sample
 from axon_nb.errors import UsageError
-from axon_nb.parallel.tensor.layers import (
-    ColumnParallelLinear,
-    ParallelMLP,
-    RowParallelLinear,
-    SequenceParallelNorm,
-    TensorParallelAttention,
-    TensorParallelBlock,
-)
+from axon_nb.parallel.tensor import layers
 
 HEAD_SIZES = ("head_size", "head_dim", "attention_head_size")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
@@ -185,25 +178,25 @@ def layout_of(module: nn.Module, parent: nn.Module | None, slot: str, value: tor
 def _of_own_layer(module: nn.Module, slot: str, value: torch.Tensor) -> Layout | None:
     """Lay out a value of axon_nb's tensor-parallel layers."""
     features, positions = value.ndim - 1, value.ndim - 2
-    if isinstance(module, ColumnParallelLinear):
+    if isinstance(module, layers.ColumnParallelLinear):
         dim = positions if module.sequence else None
         if slot == "output":
             dim = None if module.gather_output else features
-    elif isinstance(module, RowParallelLinear):
+    elif isinstance(module, layers.RowParallelLinear):
         dim = features if module.input_is_parallel else None
         if slot == "output":
             dim = positions if module.sequence else None
-    elif isinstance(module, SequenceParallelNorm):
+    elif isinstance(module, layers.SequenceParallelNorm):
         dim = positions
-    elif isinstance(module, TensorParallelAttention):
+    elif isinstance(module, layers.TensorParallelAttention):
         dim = positions if module.sequence else None
-    elif isinstance(module, TensorParallelBlock):
+    elif isinstance(module, layers.TensorParallelBlock):
         dim = positions if module.attention.sequence else None
-    elif isinstance(module, ParallelMLP):
+    elif isinstance(module, layers.ParallelMLP):
         dim = positions if module.up.sequence else None
     else:
         return None
-    inner = {TensorParallelBlock: "attention", ParallelMLP: "up"}.get(type(module))
+    inner = {layers.TensorParallelBlock: "attention", layers.ParallelMLP: "up"}.get(type(module))
     owner: Any = getattr(module, inner) if inner else module
     group: ProcessGroup = owner.group
     if dim is None or group.size() == 1:
@@ -250,7 +243,7 @@ def _columns(module: nn.Module, known: Known) -> Iterator[_Part]:
     """Yield what the layers directly in a module give in parts, the first of them first."""
     for child in module.children():
         # A part that FSDP manages for itself may be sharded once more just now.
-        if isinstance(child, ColumnParallelLinear) and not child.gather_output and child.group.size() > 1:
+        if isinstance(child, layers.ColumnParallelLinear) and not child.gather_output and child.group.size() > 1:
             mesh = _mesh(child.group, child.weight.device.type)
             yield _Part(child.out_features, mesh, (Shard(0),))
         elif not isinstance(child, FSDPModule | nn.Embedding) and (part := _own_columns(child, known)) is not None:
@@ -259,13 +252,13 @@ def _columns(module: nn.Module, known: Known) -> Iterator[_Part]:
 
 def _holds_parts(module: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in module.parameters()) or any(
-        isinstance(child, ColumnParallelLinear | RowParallelLinear) for child in module.modules()
+        isinstance(child, layers.ColumnParallelLinear | layers.RowParallelLinear) for child in module.modules()
     )
 
 
 def head_size(module: nn.Module, features: int) -> int | None:
     """Return the size of a head, given the features of all heads together; None if the module does not tell."""
-    if isinstance(module, TensorParallelAttention):
+    if isinstance(module, layers.TensorParallelAttention):
         return features // (module.heads * module.group.size())
     for name in HEAD_SIZES:
         if isinstance(size := getattr(module, name, None), int) and size > 0:

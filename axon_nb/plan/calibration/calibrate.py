@@ -19,17 +19,7 @@ from torch.optim import Optimizer
 from axon_nb.comm.group import Backend, resolve
 from axon_nb.errors import UsageError
 from axon_nb.plan.arguments import SINGLE_AXIS_STRATEGIES, check_choice, check_int, check_number
-from axon_nb.plan.calibration.benchmarks import (
-    MEASURED_OPERATIONS,
-    AxisBenchmark,
-    fit_link,
-    measure_dtensor,
-    measure_overlap,
-    measure_phases,
-    measure_rates,
-    measure_wrappers,
-    seconds_of,
-)
+from axon_nb.plan.calibration import benchmarks
 from axon_nb.plan.calibration.result import Calibration, Check, Sample
 from axon_nb.plan.hardware import Link, Rates, Work
 from axon_nb.plan.tracing.subject import ModelSource, resolve_optimizer
@@ -58,7 +48,7 @@ def calibrate(
     strategies: Sequence[Any] | str = ("ddp", "full_shard"),
     batch: int = 1,
     seq: int | None = None,
-    operations: Sequence[str] = MEASURED_OPERATIONS,
+    operations: Sequence[str] = benchmarks.MEASURED_OPERATIONS,
     sizes: Sequence[int] = SIZES,
     repeats: int = 5,
     budget_s: float = 5.0,
@@ -117,13 +107,13 @@ def calibrate(
 
 def _check(operations: Any, sizes: Any, repeats: Any, budget_s: Any, dtype: Any) -> None:
     for name, value, rule in (
-        ("operations", operations, f"one or more of {', '.join(MEASURED_OPERATIONS)}"),
+        ("operations", operations, f"one or more of {', '.join(benchmarks.MEASURED_OPERATIONS)}"),
         ("sizes", sizes, "one or more sizes in bytes"),
     ):
         if not isinstance(value, Iterable) or isinstance(value, str) or not list(value):
             raise UsageError(f"{name} must be {rule}; got {value!r}.")
     for operation in operations:
-        check_choice("operations", operation, MEASURED_OPERATIONS)
+        check_choice("operations", operation, benchmarks.MEASURED_OPERATIONS)
     for size in sizes:
         check_int("sizes", size, what="bytes")
     check_int("repeats", repeats)
@@ -166,9 +156,9 @@ def calibrate_on_rank(mesh: Any = None, *, sent: str = "", **options: Any) -> Ca
     world = resolve(None)
     on_gpu = world.backend is Backend.NCCL
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    everyone = AxisBenchmark("all", dist.group.WORLD, device)
+    everyone = benchmarks.AxisBenchmark("all", dist.group.WORLD, device)
     repeats = options["repeats"]
-    rates = measure_rates(everyone, repeats=repeats, dtype=options["dtype"])
+    rates = benchmarks.measure_rates(everyone, repeats=repeats, dtype=options["dtype"])
     count = torch.get_num_threads()
     threads = f", {count} thread{'s' * (count != 1)}" if device.type == "cpu" else ""
     where = f"{world.size()} ranks, {world.backend.value}, {device.type}{threads}"
@@ -185,11 +175,11 @@ def calibrate_on_rank(mesh: Any = None, *, sent: str = "", **options: Any) -> Ca
             agree=everyone.slowest,
         )
         samples += bench_samples
-        links[bench.axis] = fit_link(bench.axis, bench_samples, where)
-    overlap = measure_overlap(everyone, repeats=repeats) if world.size() > 1 else 0.0
+        links[bench.axis] = benchmarks.fit_link(bench.axis, bench_samples, where)
+    overlap = benchmarks.measure_overlap(everyone, repeats=repeats) if world.size() > 1 else 0.0
     if world.size() > 1:
         with torch.enable_grad(), torch.random.fork_rng():
-            rates = replace(rates, wrappers={"dtensor": measure_dtensor(everyone, repeats=repeats)})
+            rates = replace(rates, wrappers={"dtensor": benchmarks.measure_dtensor(everyone, repeats=repeats)})
     checks = check_rates(everyone, rates, repeats=repeats, dtype=options["dtype"])
     for axis in links:
         checks += tuple(check_collectives([sample for sample in samples if sample.axis == axis]))
@@ -197,16 +187,16 @@ def calibrate_on_rank(mesh: Any = None, *, sent: str = "", **options: Any) -> Ca
     return plain if options["source"] is None else _fit_to_model(plain, everyone, options)
 
 
-def _fit_to_model(plain: Calibration, everyone: AxisBenchmark, options: dict[str, Any]) -> Calibration:
+def _fit_to_model(plain: Calibration, everyone: benchmarks.AxisBenchmark, options: dict[str, Any]) -> Calibration:
     """Fit the rates to a model, and measure its wrappers."""
     source, optimizer, repeats = options["source"], options["optimizer"], options["repeats"]
     with torch.enable_grad(), torch.random.fork_rng():
         trace = trace_model(source, optimizer=optimizer)
         if not trace.has_inputs:
             raise UsageError("inputs= is required to measure a model: one batch.")
-        rates, alone_s = measure_phases(everyone, plain.rates, source, trace, optimizer, repeats=repeats)
+        rates, alone_s = benchmarks.measure_phases(everyone, plain.rates, source, trace, optimizer, repeats=repeats)
         if len(plain.links) == 1 and plain.samples[0].num_ranks == everyone.num_ranks:
-            wrappers = measure_wrappers(
+            wrappers = benchmarks.measure_wrappers(
                 everyone,
                 source,
                 trace,
@@ -222,16 +212,18 @@ def _fit_to_model(plain: Calibration, everyone: AxisBenchmark, options: dict[str
     return replace(plain, rates=rates)
 
 
-def _benches(mesh: Any, everyone: AxisBenchmark) -> list[AxisBenchmark]:
+def _benches(mesh: Any, everyone: benchmarks.AxisBenchmark) -> list[benchmarks.AxisBenchmark]:
     if mesh is None:
         return [everyone]
     names = getattr(mesh, "mesh_dim_names", None)
     if not names:
         raise UsageError(f"mesh must have named axes, as make_mesh(dp=2, tp=2) gives it; got {mesh!r}.")
-    return [AxisBenchmark(name, mesh.get_group(name), everyone.device) for name in names]
+    return [benchmarks.AxisBenchmark(name, mesh.get_group(name), everyone.device) for name in names]
 
 
-def check_rates(bench: AxisBenchmark, rates: Rates, *, repeats: int, dtype: torch.dtype) -> tuple[Check, ...]:
+def check_rates(
+    bench: benchmarks.AxisBenchmark, rates: Rates, *, repeats: int, dtype: torch.dtype
+) -> tuple[Check, ...]:
     """Measure a matrix product and an elementwise operation of other shapes than the rates were fitted to.
 
     Args:
@@ -255,7 +247,8 @@ def check_rates(bench: AxisBenchmark, rates: Rates, *, repeats: int, dtype: torc
         ),
     }
     return tuple(
-        Check(name, seconds_of(bench, call, repeats), rates.seconds(work, "")) for name, (work, call) in runs.items()
+        Check(name, benchmarks.seconds_of(bench, call, repeats), rates.seconds(work, ""))
+        for name, (work, call) in runs.items()
     )
 
 
@@ -269,6 +262,6 @@ def check_collectives(samples: Sequence[Sample]) -> Iterator[Check]:
         measured = sorted((sample for sample in samples if sample.operation == operation), key=lambda one: one.bytes)
         for number in range(1, len(measured) - 1) if len(measured) >= _LEAST_SIZES else ():
             one = measured[number]
-            link = fit_link(one.axis, [other for other in measured if other is not one], "")
+            link = benchmarks.fit_link(one.axis, [other for other in measured if other is not one], "")
             predicted = link.seconds(operation, one.bytes, one.num_ranks)
             yield Check(f"{operation} of {one.bytes:,} bytes along {one.axis}", one.seconds, predicted)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.display import format_flops, format_ms, html_table, plotly_figure, text_table
+from axon_nb.plan.display import Shown, Table, format_flops, format_ms, plotly_figure
 from axon_nb.plan.hardware import Link, Rates
 from axon_nb.records.units import format_bytes
 
@@ -45,8 +45,8 @@ class Check:
         return self.predicted_s / self.measured_s - 1 if self.measured_s else 0.0
 
 
-@dataclass(frozen=True)
-class Calibration:
+@dataclass(frozen=True, repr=False)
+class Calibration(Shown):
     """Links and rates of running ranks; accepted as `links=` and as `rates=`."""
 
     links: Mapping[str, Link]
@@ -112,21 +112,9 @@ class Calibration:
             f"launch; computation hides {self.overlap:.0%} of communication{self._check_note()}"
         )
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
-        for sample in self.samples:
-            yield (
-                sample.axis,
-                str(sample.num_ranks),
-                sample.operation,
-                format_bytes(sample.bytes),
-                format_ms(sample.seconds),
-                format_ms(self._fit(sample)),
-            )
-
-    def __str__(self) -> str:
-        return text_table(self._summary(), _HEAD, list(self._rows()))
-
-    __repr__ = __str__
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": html_table(self._summary(), _HEAD, list(self._rows()))}
+    def _table(self) -> Table:
+        rows = [
+            (s.axis, str(s.num_ranks), s.operation, format_bytes(s.bytes), *map(format_ms, (s.seconds, self._fit(s))))
+            for s in self.samples
+        ]
+        return self._summary(), _HEAD, rows, ()

@@ -12,14 +12,7 @@ from typing import Any, Unpack
 
 import cloudpickle
 
-from axon_nb.plan.arguments import (
-    LayoutOptions,
-    check_callbacks,
-    check_choice,
-    check_options,
-    choice_value,
-    resolve_mesh,
-)
+from axon_nb.plan import arguments
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.plan import MemoryPlan, MemoryRequest, parse_ranks
 from axon_nb.plan.models import dtype_name, sendable_model
@@ -48,7 +41,7 @@ def memory(
     cancel: threading.Event | None = None,
     refresh: bool = False,
     cluster: Any = None,
-    **layout: Unpack[LayoutOptions],
+    **layout: Unpack[arguments.LayoutOptions],
 ) -> MemoryPlan:
     """Predict how much memory a training step takes on each rank, without the ranks and without the memory.
 
@@ -91,12 +84,12 @@ def memory(
         PlanCancelledError: `cancel` was set.
         NoClusterError: the model is a name, and no ranks run.
     """
-    check_choice("method", method, _METHODS)
-    check_callbacks(progress, cancel)
-    check_options(layout, tuple(LayoutOptions.__annotations__), named=_NAMED)
+    arguments.check_choice("method", method, _METHODS)
+    arguments.check_callbacks(progress, cancel)
+    arguments.check_options(layout, tuple(arguments.LayoutOptions.__annotations__), named=_NAMED)
     options: dict[str, Any] = {**layout}
-    strategy = choice_value(options.pop("strategy", "full_shard")).lower()
-    mesh = resolve_mesh(world_size, options.pop("mesh", None), strategy)
+    strategy = arguments.choice_value(options.pop("strategy", "full_shard")).lower()
+    mesh = arguments.resolve_mesh(world_size, options.pop("mesh", None), strategy)
     mixed = options.pop("mixed_precision", None)
     device = options.setdefault("device", "cuda")
     request = MemoryRequest(
@@ -107,9 +100,9 @@ def memory(
         optimizer_options=optimizer_options,
         dtype=None if dtype is None else dtype_name(dtype, "dtype"),
         mixed_precision=None if mixed is None else dtype_name(mixed, "mixed_precision"),
-        cpu_offload=choice_value(cpu_offload),
+        cpu_offload=arguments.choice_value(cpu_offload),
         activation_checkpointing=activation_checkpointing,
-        schedule=choice_value(options.pop("schedule", "1F1B")),
+        schedule=arguments.choice_value(options.pop("schedule", "1F1B")),
         ranks=parse_ranks(ranks),
         fragmentation=(0.05 if device == "cuda" else 0.0) if fragmentation is None else fragmentation,
         extrapolate=extrapolate,

@@ -340,30 +340,45 @@ class MemoryPlan:
         return pd.DataFrame(rows)
 
     def figure(self) -> Any:
-        """A plotly figure: stacked bars of the parts, persistent and at the peak, in GiB."""
-        return _figure(self)
+        """A plotly figure: stacked bars of the parts, persistent and at the peak, of up to 16 ranks: the fullest."""
+        ranks = sorted(self.ranks, key=lambda rank: rank.peak.total, reverse=True)[:_MAX_RANKS]
+        ranks.sort(key=lambda rank: rank.rank)
+        moments = [(rank, moment) for rank in ranks for moment in ("persistent", "peak")]
+        axis = [[f"rank {rank.rank}" for rank, _ in moments], [moment for _, moment in moments]]
+        unit = unit_for(rank.peak.total for rank in ranks)
+        held = [getattr(rank, moment).as_dict() for rank, moment in moments]
+        bars = [
+            {
+                "type": "bar",
+                "name": _LABELS.get(part, part),
+                "marker": {"color": paint_of(part)},
+                "x": axis,
+                "y": [unit.of(parts[part]) for parts in held],
+            }
+            for part in held[0]
+            if any(parts[part] for parts in held)
+        ]
+        layout = {
+            "barmode": "stack",
+            "title": {"text": _title(self).partition(": ")[0]},
+            "yaxis": {"title": {"text": unit.name}},
+            "legend": {"traceorder": "normal"},
+        }
+        return plotly_figure(bars, layout)
 
     def __str__(self) -> str:
         """A table in plain text."""
-        return _text(self)
+        return text_table(f"{_title(self)}\n{_where(self)}", *_table(self.worst), _notes(self))
 
     __repr__ = __str__
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": _html(self)}
+        page = html_table(f"{_title(self)}. {_where(self)}", *_table(self.worst), _notes(self))
+        return {"text/plain": str(self), "text/html": page}
 
 
 def _gib(sizes: Mapping[str, int]) -> dict[str, float]:
     return {f"{name}_gib": size / GIB for name, size in sizes.items()}
-
-
-def _text(plan: MemoryPlan) -> str:
-    """The worst rank's table, and the assumptions."""
-    return text_table(f"{_title(plan)}\n{_where(plan)}", *_table(plan.worst), _notes(plan))
-
-
-def _html(plan: MemoryPlan) -> str:
-    return html_table(f"{_title(plan)}. {_where(plan)}", *_table(plan.worst), _notes(plan))
 
 
 def _notes(plan: MemoryPlan) -> tuple[str, ...]:
@@ -375,34 +390,6 @@ def _notes(plan: MemoryPlan) -> tuple[str, ...]:
     on = "fragmentation, and on the workspaces of GPU kernels" if plan.device == "cuda" else "what libraries allocate"
     between = f"Expected: {unit.text(low)} to {unit.text(high)} {unit.name}; it depends most on {on}."
     return between, *plan.notes
-
-
-def _figure(plan: MemoryPlan) -> Any:
-    """Stacked bars, persistent and peak, of up to 16 ranks: those with the highest peaks."""
-    ranks = sorted(plan.ranks, key=lambda rank: rank.peak.total, reverse=True)[:_MAX_RANKS]
-    ranks.sort(key=lambda rank: rank.rank)
-    moments = [(rank, moment) for rank in ranks for moment in ("persistent", "peak")]
-    axis = [[f"rank {rank.rank}" for rank, _ in moments], [moment for _, moment in moments]]
-    unit = unit_for(rank.peak.total for rank in ranks)
-    held = [getattr(rank, moment).as_dict() for rank, moment in moments]
-    bars = [
-        {
-            "type": "bar",
-            "name": _LABELS.get(part, part),
-            "marker": {"color": paint_of(part)},
-            "x": axis,
-            "y": [unit.of(parts[part]) for parts in held],
-        }
-        for part in held[0]
-        if any(parts[part] for parts in held)
-    ]
-    layout = {
-        "barmode": "stack",
-        "title": {"text": _title(plan).partition(": ")[0]},
-        "yaxis": {"title": {"text": unit.name}},
-        "legend": {"traceorder": "normal"},
-    }
-    return plotly_figure(bars, layout)
 
 
 def _table(rank: RankMemory) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

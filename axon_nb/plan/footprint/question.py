@@ -27,7 +27,7 @@ from axon_nb.plan.footprint.plan import MODEL_STATES_ONLY, OFFLOADED, MemoryPart
 from axon_nb.plan.models import CapturedModel, HuggingFaceModel, TensorSpec, next_token_loss
 from axon_nb.plan.repetition import BlockRun, shorten
 from axon_nb.plan.tracing.fake_tensors import WithoutCuda
-from axon_nb.plan.tracing.subject import checked_module_filter, resolve_optimizer
+from axon_nb.plan.tracing.subject import checked_module_filter, first_line, resolve_optimizer
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _NOTE = "Model states only, by formula: no activations and no buffers, so a training step takes more than this."
@@ -253,22 +253,14 @@ def explain_failure(doing: str, hint: str) -> Iterator[None]:
     except (UsageError, MemoryError):
         raise
     except NO_VALUES as error:
-        first = next(
-            (line.strip() for line in str(error).splitlines() if line.strip()),
-            "",
-        )
+        why = f"{type(error).__name__}: {first_line(error)}"
         raise PlanError(
             f"The model cannot be {doing} on tensors without data because it reads their values "
-            f"({type(error).__name__}: {first}): avoid .item(), .tolist(), `if tensor:` and boolean indexing."
+            f"({why}): avoid .item(), .tolist(), `if tensor:` and boolean indexing."
         ) from error
     except Exception as error:
-        first = next(
-            (line.strip() for line in str(error).splitlines() if line.strip()),
-            "",
-        )
-        raise PlanError(
-            f"The model cannot be {doing} on tensors without data ({type(error).__name__}: {first}): {hint}."
-        ) from error
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise PlanError(f"The model cannot be {doing} on tensors without data ({why}): {hint}.") from error
 
 
 class ModelStates:

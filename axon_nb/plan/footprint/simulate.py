@@ -13,6 +13,7 @@ import re
 import resource
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from axon_nb.parallel.data.units import describe_units, make_units
 from axon_nb.plan.arguments import STAGE_UNITS, UNSHARDED, ZERO_2
 from axon_nb.plan.errors import PlanError
+from axon_nb.plan.footprint import question
 from axon_nb.plan.footprint.fake_world import GLOO_COPIES, Key, Moment, StepLog, StorageLog, fake_tensors, fake_world
 from axon_nb.plan.footprint.plan import (
     OFFLOADED,
@@ -35,13 +37,6 @@ from axon_nb.plan.footprint.plan import (
     MemoryRequest,
     ModuleMemory,
     RankMemory,
-)
-from axon_nb.plan.footprint.question import (
-    ModelStates,
-    TrainingSetup,
-    checked_optimizer,
-    explain_failure,
-    training_setup,
 )
 from axon_nb.plan.footprint.training import (
     RankMeshes,
@@ -82,16 +77,6 @@ class _ModelSummary(Struct, frozen=True):
     """Its FSDP units, and how to choose others; empty: there are none."""
 
 
-class _RankUsage(Struct, frozen=True):
-    """Memory of one rank."""
-
-    persistent: MemoryParts
-    peak: Moment
-    host_bytes: int
-    modules: tuple[ModuleMemory, ...]
-    how: str
-
-
 def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
     """Plan a request.
 
@@ -108,9 +93,9 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
     gc.disable()  # `run_step` collects cycles once, before the step
     gc.freeze()
     report(0.05, "building the model")
-    setup = training_setup(request)
+    setup = question.training_setup(request)
     summary = _summarize(setup)
-    states = ModelStates(request, summary.shapes, checked_optimizer(request))
+    states = question.ModelStates(request, summary.shapes, question.checked_optimizer(request))
     requested = states.requested_ranks()
     kinds = {rank: (request.coordinates(rank).get("pp", 0), states.of(rank)) for rank in requested}
     firsts = {kind: rank for rank, kind in reversed(kinds.items())}
@@ -122,7 +107,7 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
         progress=lambda done: report(0.1 + 0.85 * done / len(firsts), doing),
     )
     by_kind = dict(zip(firsts, usages, strict=True))
-    ranks = [_record(request, rank, by_kind[kinds[rank]]) for rank in requested]
+    ranks = [_with_allowance(request, rank, by_kind[kinds[rank]][0]) for rank in requested]
     if request.ranks == "worst":
         ranks = [max(ranks, key=lambda item: item.peak.total)]
     report(1.0, "done")
@@ -132,7 +117,7 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
         dict(request.mesh),
         request.strategy,
         request.device,
-        next(iter(by_kind.values())).how,
+        next(iter(by_kind.values()))[1],
         tuple(ranks),
         tuple(states.on_device(item.rank) for item in ranks),
         _notes(request, summary),
@@ -140,7 +125,7 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
     )
 
 
-def _summarize(setup: TrainingSetup) -> _ModelSummary:
+def _summarize(setup: question.TrainingSetup) -> _ModelSummary:
     request = setup.request
     with fake_world(0, request.world_size):
         meshes = RankMeshes.of(request)
@@ -151,7 +136,7 @@ def _summarize(setup: TrainingSetup) -> _ModelSummary:
             num_parameters = sum(parameter.numel() for parameter in model.parameters())
             if not any(parameter.requires_grad for parameter in model.parameters()):
                 raise PlanError(f"{type(model).__name__} has no trainable parameters, so there is no step to plan.")
-            with explain_failure("sharded", "check that tp_plan= fits the model's layers"):
+            with question.explain_failure("sharded", "check that tp_plan= fits the model's layers"):
                 shard_layers(setup, model, meshes)
             if meshes.stages is None:
                 shapes = {0: local_shapes([model])}
@@ -173,7 +158,7 @@ def _units(request: MemoryRequest, model: nn.Module) -> str:
     return describe_units(make_units(model, checked_module_filter(model, request.wrap, "wrap")))
 
 
-def _proven_run(setup: TrainingSetup, model: nn.Module) -> tuple[BlockRun | None, str]:
+def _proven_run(setup: question.TrainingSetup, model: nn.Module) -> tuple[BlockRun | None, str]:
     """Return blocks that are proven alike, or why there are none although there are many."""
     request = setup.request
     units = set(map(id, make_units(model, checked_module_filter(model, request.wrap, "wrap"))))
@@ -190,7 +175,10 @@ def _proven_run(setup: TrainingSetup, model: nn.Module) -> tuple[BlockRun | None
     return run, runs.reason
 
 
-def _simulate_rank(setup: TrainingSetup, summary: _ModelSummary, states: ModelStates, rank: int) -> _RankUsage:
+def _simulate_rank(
+    setup: question.TrainingSetup, summary: _ModelSummary, states: question.ModelStates, rank: int
+) -> tuple[RankMemory, str]:
+    """Return a rank's memory, and how it was found."""
     if summary.run is not None:
         extrapolated = _extrapolate_rank(setup, summary.run, states, rank)
         if extrapolated is not None:
@@ -198,10 +186,16 @@ def _simulate_rank(setup: TrainingSetup, summary: _ModelSummary, states: ModelSt
     one = run_step(setup, rank)
     peak = max(one.step.peaks(moment_key(None, 0)).values(), key=lambda moment: moment.parts.total)
     rows = module_rows(one.modules, peak.activations)
-    return _RankUsage(one.step.between_steps().parts, peak, one.host_bytes, rows, "simulated")
+    return _at_peak(one.step.between_steps().parts, peak, one.host_bytes, rows), "simulated"
 
 
-def _extrapolate_rank(setup: TrainingSetup, run: BlockRun, states: ModelStates, rank: int) -> _RankUsage | None:
+def _at_peak(persistent: MemoryParts, peak: Moment, host: int, modules: tuple[ModuleMemory, ...]) -> RankMemory:
+    return RankMemory(0, {}, persistent, peak.parts, peak.phase, peak.module, host, modules)
+
+
+def _extrapolate_rank(
+    setup: question.TrainingSetup, run: BlockRun, states: question.ModelStates, rank: int
+) -> tuple[RankMemory, str] | None:
     """Extrapolate from two short versions of the model; None if they do not lie on a line with the full model."""
     try:
         both = fork_map([partial(run_step, setup, rank, run, depth) for depth in DEPTHS])
@@ -224,7 +218,7 @@ def _extrapolate_rank(setup: TrainingSetup, run: BlockRun, states: ModelStates, 
     host = both[0].host_bytes + per_depth * (run.depth - DEPTHS[0]) // (DEPTHS[1] - DEPTHS[0])
     rows = module_rows(both[1].modules, peak.activations, run, DEPTHS[1])
     how = f"simulated with {DEPTHS[0]} and {DEPTHS[1]} of {run}, extrapolated"
-    return _RankUsage(parts, peak, host, rows, how)
+    return _at_peak(parts, peak, host, rows), how
 
 
 def _peak_resident_bytes() -> int:
@@ -234,18 +228,9 @@ def _peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if match is None else int(match[1]) * 1024
 
 
-def _record(request: MemoryRequest, rank: int, usage: _RankUsage) -> RankMemory:
-    share = request.fragmentation
-    return RankMemory(
-        rank,
-        request.coordinates(rank),
-        usage.persistent.with_allowance(share),
-        usage.peak.parts.with_allowance(share),
-        usage.peak.phase,
-        usage.peak.module,
-        usage.host_bytes,
-        usage.modules,
-    )
+def _with_allowance(request: MemoryRequest, rank: int, found: RankMemory) -> RankMemory:
+    persistent, peak = (parts.with_allowance(request.fragmentation) for parts in (found.persistent, found.peak))
+    return replace(found, rank=rank, coordinates=request.coordinates(rank), persistent=persistent, peak=peak)
 
 
 def _notes(request: MemoryRequest, summary: _ModelSummary) -> tuple[str, ...]:
@@ -284,7 +269,7 @@ class StepRun(Struct, frozen=True):
         return sum(self.step.bytes_of(role) for role in self.step.offloaded)
 
 
-def run_step(setup: TrainingSetup, rank: int, run: BlockRun | None = None, depth: int = 0) -> StepRun:
+def run_step(setup: question.TrainingSetup, rank: int, run: BlockRun | None = None, depth: int = 0) -> StepRun:
     """Build a rank's model, create its optimizer states, and log one step.
 
     Args:
@@ -302,13 +287,13 @@ def run_step(setup: TrainingSetup, rank: int, run: BlockRun | None = None, depth
         with fake_tensors(), StorageLog(GLOO_COPIES if request.device == "cpu" else None) as log:
             training = _training(setup, setup.model(run, depth), meshes)
             log.follow(training.model)
-            with explain_failure("run", "check that inputs=, target= and loss= fit the model"):
+            with question.explain_failure("run", "check that inputs=, target= and loss= fit the model"):
                 training.make_states()
                 gc.collect()
                 return _logged(training, log, request)
 
 
-def _training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:
+def _training(setup: question.TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:
     if meshes.stages is not None:
         return make_pipeline_training(setup, model, meshes)
     return make_training(setup, shard_layers(setup, model, meshes), meshes)
@@ -350,7 +335,7 @@ def moment_key(run: BlockRun | None, depth: int) -> Any:
         A stateful function from phase and module, called in time order, to a `Key`.
     """
     period = 1 if run is None else run.period
-    places = {} if run is None else {name: number for number, name in enumerate(run.names[: depth * run.period])}
+    places = {} if run is None else _places(run, depth)
     phase_now, block_now, seen = "", -1, False
 
     def key(phase: str, module: str) -> Key:
@@ -368,6 +353,11 @@ def moment_key(run: BlockRun | None, depth: int) -> Any:
         return (phase, "first", block_now) if is_first else (phase, "last", depth * period - block_now)
 
     return key
+
+
+def _places(run: BlockRun, depth: int) -> dict[str, int]:
+    """Number the blocks of a version of `depth` groups."""
+    return {name: number for number, name in enumerate(run.names[: depth * run.period])}
 
 
 def _block_of(module: str, places: dict[str, int]) -> int | None:
@@ -411,10 +401,10 @@ def extrapolate_peak(
 
 def _outside_activations(short: Moment, long: Moment, run: BlockRun) -> dict[str, int]:
     """Activations by module; those that modules outside the blocks make between blocks grow with their number."""
-    inside = set(run.names)
+    inside = _places(run, run.depth)
     activations = dict(long.activations)
     for name, size in long.activations.items():
-        if not any(name == block or name.startswith(f"{block}.") for block in inside):
+        if _block_of(name, inside) is None:
             activations[name] = _on_line(short.activations.get(name, 0), size, run.depth)
     return activations
 
@@ -434,12 +424,10 @@ def extrapolate_parts(
 
 def full_model_name(module: str, run: BlockRun, depth: int) -> str:
     """Return the full model's name of a module in a version of `depth` groups, which keeps the last blocks last."""
-    count = depth * run.period
-    for number in range(ENDS * run.period, count):
-        name = run.names[number]
-        if module == name or module.startswith(f"{name}."):
-            return run.names[len(run.names) - count + number] + module[len(name) :]
-    return module
+    number = _block_of(module, _places(run, depth))
+    if number is None or number < ENDS * run.period:
+        return module
+    return run.names[len(run.names) - depth * run.period + number] + module[len(run.names[number]) :]
 
 
 def module_rows(
@@ -463,11 +451,12 @@ def module_rows(
     rows = [row for row in rows if row.parameters or row.activations]
     if run is None:
         return tuple(rows)
-    blocks: list[list[ModuleMemory]] = [[] for _ in range(depth * run.period)]
+    places = _places(run, depth)
+    blocks: list[list[ModuleMemory]] = [[] for _ in places]
     before: list[ModuleMemory] = []
     after: list[ModuleMemory] = []
     for row in rows:
-        number = _block_index(row.name, run, depth)
+        number = _block_of(row.name, places)
         if number is not None:
             blocks[number].append(row)
         else:
@@ -482,14 +471,4 @@ def _block_rows(blocks: list[list[ModuleMemory]], run: BlockRun, depth: int, num
     between = ends + number % run.period
     source = number if number < ends else depth * run.period - from_end if from_end <= ends else between
     old, new = run.names[source], run.names[number]
-    return [
-        ModuleMemory(new + row.name[len(old) :], row.parameters, row.gradients, row.optimizer, row.activations)
-        for row in blocks[source]
-    ]
-
-
-def _block_index(name: str, run: BlockRun, depth: int) -> int | None:
-    for number, block in enumerate(run.names[: depth * run.period]):
-        if name == block or name.startswith(f"{block}."):
-            return number
-    return None
+    return [replace(row, name=new + row.name[len(old) :]) for row in blocks[source]]

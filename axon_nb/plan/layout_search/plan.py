@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.display import format_ms, html_table, plotly_figure, state_paint, text_table, unit_for
+from axon_nb.plan.display import Shown, Table, format_ms, plotly_figure, state_paint, unit_for
 from axon_nb.records.units import format_bytes
 
 if TYPE_CHECKING:
@@ -71,6 +71,23 @@ class Candidate:
         }
         return options | ({"num_microbatches": self.num_microbatches} if self.pp > 1 else {})
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """The layout and its evaluation; impossible layouts have neither time nor memory."""
+        return {
+            "dp": self.dp,
+            "tp": self.tp,
+            "pp": self.pp,
+            "strategy": self.strategy,
+            "num_microbatches": self.num_microbatches,
+            "activation_checkpointing": self.activation_checkpointing,
+            "step_ms": 1e3 * self.step_s if self.memory else None,
+            "memory_gib": self.memory_bytes / _GIB if self.memory else None,
+            "fits": self.fits,
+            "reason": self.reason,
+            "simulated": self.simulated,
+        }
+
     def with_result(self, memory: Mapping[str, int], step_s: float, limit: float) -> Candidate:
         """The same, with its memory in bytes and its time; rejected when it needs more than the limit."""
         total = sum(memory.values())
@@ -79,8 +96,8 @@ class Candidate:
         return replace(self, memory=dict(memory), step_s=step_s, reason=reason)
 
 
-@dataclass(frozen=True)
-class SearchPlan:
+@dataclass(frozen=True, repr=False)
+class SearchPlan(Shown):
     """Layouts, those that fit first and the fastest at the top; made by `axon_nb.plan.search`."""
 
     title: str
@@ -107,35 +124,7 @@ class SearchPlan:
         """
         import pandas as pd
 
-        rows = [
-            (
-                c.dp,
-                c.tp,
-                c.pp,
-                c.strategy,
-                c.num_microbatches,
-                c.activation_checkpointing,
-                1e3 * c.step_s if c.memory else None,
-                c.memory_bytes / _GIB if c.memory else None,
-                c.fits,
-                c.reason,
-                c.simulated,
-            )
-            for c in self.candidates
-        ]
-        names = [
-            "dp",
-            "tp",
-            "pp",
-            "strategy",
-            "num_microbatches",
-            "activation_checkpointing",
-            "step_ms",
-            "memory_gib",
-            "fits",
-            "reason",
-        ]
-        return pd.DataFrame(rows, columns=[*names, "simulated"])
+        return pd.DataFrame([one.row for one in self.candidates])
 
     def figure(self) -> Any:
         """A plotly figure: milliseconds per step over the memory of the rank that needs most, one point per layout.
@@ -203,8 +192,7 @@ class SearchPlan:
         first = fitting[: max(_SHOWN_FITTING, room - len(rejected))]
         return first + rejected[: room - len(first)]
 
-    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Head and rows."""
+    def _table(self) -> Table:
         unit = unit_for(c.memory_bytes for c in self._shown())
         rows: list[tuple[str, ...]] = [
             (
@@ -220,15 +208,7 @@ class SearchPlan:
             )
             for c in self._shown()
         ]
-        return tuple(name.format(unit.name) for name in _HEAD), rows
-
-    def __str__(self) -> str:
-        return text_table(self._summary(), *self._table(), self.notes)
-
-    __repr__ = __str__
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": html_table(self._summary(), *self._table(), self.notes)}
+        return self._summary(), [name.format(unit.name) for name in _HEAD], rows, self.notes
 
 
 def _describe(one: Candidate) -> str:

@@ -268,10 +268,8 @@ def _named_mesh(make: Any, device_type: str, *args: Any, **kwargs: Any) -> Devic
         return mesh
 
 
-def _mesh_of_groups(make: Any, group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
-    with fake_tensor.unset_fake_temporarily():
-        mesh: DeviceMesh = make(group, "cpu", *args, **kwargs)
-        return mesh
+def _mesh_of_groups(make: Any, group: Any, *args: Any, **kwargs: Any) -> DeviceMesh:
+    return _named_mesh(partial(make, group), *args, **kwargs)
 
 
 def _all_gather_object(everyone: list[Any], obj: Any, group: Any = None) -> None:

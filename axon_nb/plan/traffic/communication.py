@@ -18,18 +18,7 @@ from axon_nb.parallel.data.units import Wrap, describe_units, make_units
 from axon_nb.parallel.memory import ShardingStrategy
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.parallel.tensor.parallelize import STYLES, automatic_plan, check_divisible
-from axon_nb.plan.arguments import (
-    STAGE_UNITS,
-    UNSHARDED,
-    LayoutOptions,
-    check_callable,
-    check_choice,
-    check_int,
-    check_number,
-    check_options,
-    choice_value,
-    resolve_mesh,
-)
+from axon_nb.plan import arguments
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.hardware import Link, resolve_links
 from axon_nb.plan.models import model_by_name
@@ -97,7 +86,7 @@ def _notes(layout: ParallelLayout) -> Iterator[str]:
     if layout.size("tp") > 1 and not layout.styles:
         yield "tp shards no layer of this model, so all tp ranks do the same work; give tp_plan="
     if layout.has_units:
-        yield STAGE_UNITS if layout.stages is not None else describe_units(layout.units.values())
+        yield arguments.STAGE_UNITS if layout.stages is not None else describe_units(layout.units.values())
     if layout.size(*DATA_AXES) > 1:
         yield "this is a step that averages gradients; accumulation steps send less"
     if layout.stages is not None:
@@ -141,7 +130,7 @@ def _recomputed(rows: Sequence[Traffic]) -> Iterator[Traffic]:
 
 def _data_rows(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> Iterator[Traffic]:
     axis, num_ranks = layout.data_axis, layout.size(layout.data_axis)
-    if layout.strategy in UNSHARDED:
+    if layout.strategy in arguments.UNSHARDED:
         trace = layout.trace
         buffers = [
             LocalTensor(name, tuple(buffer.shape), buffer.dtype) for name, buffer in trace.model.named_buffers()
@@ -190,7 +179,7 @@ def _needs_backward(layout: ParallelLayout) -> set[str] | None:
     return names
 
 
-class TrafficOptions(LayoutOptions, total=False):
+class TrafficOptions(arguments.LayoutOptions, total=False):
     """Keyword arguments of `communication` and `step_time`; `inputs` is needed with ``tp``, ``pp`` and for times."""
 
     bucket_size_mb: float
@@ -284,11 +273,13 @@ class ParallelLayout:
         Raises:
             UsageError: an option is unknown or invalid, or the model cannot be laid out in this way.
         """
-        check_options(options, tuple(TrafficOptions.__annotations__), named=("world_size", "links", "optimizer"))
+        arguments.check_options(
+            options, tuple(TrafficOptions.__annotations__), named=("world_size", "links", "optimizer")
+        )
         rest = dict(options)
         subject = {name: rest.pop(name) for name in ("inputs", "target", "loss", "batch", "seq") if name in rest}
-        strategy = choice_value(rest.pop("strategy", "full_shard")).lower()
-        mesh = resolve_mesh(world_size, rest.pop("mesh", None), strategy)
+        strategy = arguments.choice_value(rest.pop("strategy", "full_shard")).lower()
+        mesh = arguments.resolve_mesh(world_size, rest.pop("mesh", None), strategy)
         rest["mixed_precision"] = resolve_dtype(rest.pop("mixed_precision", None))
         _check_values(options, mesh)
         source = ModelSource(model_by_name(model), **subject)
@@ -336,7 +327,7 @@ class ParallelLayout:
     @property
     def has_units(self) -> bool:
         """Whether the model is sharded by FSDP."""
-        return self.strategy not in UNSHARDED and self.size(*DATA_AXES) > 1
+        return self.strategy not in arguments.UNSHARDED and self.size(*DATA_AXES) > 1
 
     @cached_property
     def units(self) -> dict[str, nn.Module]:
@@ -385,13 +376,13 @@ def _check_values(options: Mapping[str, Any], mesh: Mapping[str, int]) -> None:
     """
     for name in ("batch", "seq", "num_microbatches", "num_stages"):
         if (value := options.get(name)) is not None or (name == "batch" and name in options):
-            check_int(name, value)
+            arguments.check_int(name, value)
             if name in ("num_microbatches", "num_stages") and mesh.get("pp", 1) == 1:
                 raise PlanError(f"{name}={value} requires a pipeline: add a pp axis, mesh={{'pp': 4, …}}.")
     limit = options.get("bucket_size_mb", 25.0)
-    check_number("bucket_size_mb", limit, rule="a number of MiB above 0", least=1e-9)
-    check_choice("device", options.get("device", "cuda"), ("cpu", "cuda"))
-    check_callable("loss", options.get("loss"), "of the output (and the target, if there is one) to a scalar")
+    arguments.check_number("bucket_size_mb", limit, rule="a number of MiB above 0", least=1e-9)
+    arguments.check_choice("device", options.get("device", "cuda"), ("cpu", "cuda"))
+    arguments.check_callable("loss", options.get("loss"), "of the output (and the target, if there is one) to a scalar")
 
 
 def _styles(trace: ModelTrace, layout: ParallelLayout) -> dict[str, str]:

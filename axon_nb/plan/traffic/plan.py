@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.display import format_ms, html_table, plotly_figure, text_table, unit_for
+from axon_nb.plan.display import Shown, Table, format_ms, plotly_figure, unit_for
 from axon_nb.plan.hardware import Link, rounds_and_volume
 from axon_nb.records.spans import Span
 from axon_nb.records.units import format_bytes
@@ -101,8 +101,8 @@ class Traffic:
         return replace(self, seconds=seconds)
 
 
-@dataclass(frozen=True)
-class CommunicationPlan:
+@dataclass(frozen=True, repr=False)
+class CommunicationPlan(Shown):
     """Communication of a training step; made by `axon_nb.plan.communication`."""
 
     title: str
@@ -226,8 +226,8 @@ class CommunicationPlan:
         shown = parts if len(parts) <= 4 else [*parts[:3], f"… {len(parts) - 4} more", parts[-1]]
         return f"{self.title}. Per step, {'; '.join(shown)}"
 
-    def _table(self) -> list[tuple[str, ...]]:
-        return [
+    def _table(self) -> Table:
+        rows = [
             (
                 row.axis,
                 str(row.num_ranks),
@@ -241,20 +241,8 @@ class CommunicationPlan:
             )
             for row in self.rows
         ]
-
-    def _remarks(self) -> list[str]:
-        return [*self.notes, *(f"{axis}: {link}" for axis, link in self.links.items() if self.mesh.get(axis, 1) > 1)]
-
-    def __str__(self) -> str:
-        return text_table(self._summary(), _HEAD, self._table(), self._remarks())
-
-    __repr__ = __str__
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {
-            "text/plain": str(self),
-            "text/html": html_table(self._summary(), _HEAD, self._table(), self._remarks()),
-        }
+        links = [f"{axis}: {link}" for axis, link in self.links.items() if self.mesh.get(axis, 1) > 1]
+        return self._summary(), _HEAD, rows, [*self.notes, *links]
 
 
 def grouped(sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:

@@ -17,22 +17,7 @@ from msgspec import Struct
 
 from axon_nb.records.telemetry import Activity, RankState
 from axon_nb.records.units import format_seconds
-from axon_nb.widgets.html import (
-    ACTIVITIES,
-    ACTIVITY_CODES,
-    CELL,
-    ActivityPaint,
-    data_cells,
-    figure,
-    legend,
-    note_lines,
-    row_title,
-    svg_uri,
-    table,
-    table_row,
-    table_style,
-    time_axis,
-)
+from axon_nb.widgets import html
 
 SILENCE_S = 2.0
 """Seconds without a sample after which the rank's activity is unknown."""
@@ -240,7 +225,7 @@ def _columns(selected: Sequence[tuple[int, int, Segment]], calls: dict[str, int]
         struct.pack(f"<{count}I", *(segment.high for segment in segments)),
         struct.pack(f"<{count}H", *(row for row, _, _ in selected)),
         struct.pack(f"<{count}H", *(calls[segment.call] for segment in segments)),
-        struct.pack(f"<{count}B", *(ACTIVITY_CODES[segment.activity] for segment in segments)),
+        struct.pack(f"<{count}B", *(html.ACTIVITY_CODES[segment.activity] for segment in segments)),
         struct.pack(f"<{count}B", *(segment.mixed for segment in segments)),
     ]
 
@@ -250,22 +235,22 @@ def row_svg(history: RankHistory, end: float) -> str:
     shapes: dict[int, list[tuple[int, int]]] = {}
     for left, right, code in _runs(history, end):
         shapes.setdefault(code, []).append((left, right))
-    return _row_as_svg(WIDTH, [(ACTIVITIES[code], shapes[code]) for code in sorted(shapes)])
+    return html.svg(WIDTH, _ROW_HEIGHT, "".join(_shape(html.ACTIVITIES[code], shapes[code]) for code in sorted(shapes)))
 
 
-def swatch_svg(paint: ActivityPaint) -> str:
+def swatch_svg(paint: html.ActivityPaint) -> str:
     """Draw a sample of one paint for a legend, 24 x 16 units."""
-    return _row_as_svg(24, [(paint, [(0, 24)])])
+    return html.svg(24, _ROW_HEIGHT, _shape(paint, [(0, 24)]))
 
 
 def _runs(history: RankHistory, end: float) -> Iterator[tuple[int, int, int]]:
     """Yield (left, right, code) of the intervals in which one activity takes most of each unit of the width."""
     if not history.segments or end <= 0:
         return
-    shares = [[0.0] * len(ACTIVITIES) for _ in range(WIDTH)]
+    shares = [[0.0] * len(html.ACTIVITIES) for _ in range(WIDTH)]
     last = history.segments[-1]
     for segment in history.segments:
-        code = ACTIVITY_CODES[segment.activity]
+        code = html.ACTIVITY_CODES[segment.activity]
         segment_end = history.last_end(end) if segment is last else segment.end
         left, right = (min(seconds / end, 1.0) * WIDTH for seconds in (segment.start, segment_end))
         for x in range(int(left), min(WIDTH, int(right) + 1)):
@@ -282,16 +267,7 @@ def _runs(history: RankHistory, end: float) -> Iterator[tuple[int, int, int]]:
         yield start, WIDTH, current
 
 
-def _row_as_svg(width: int, shapes: list[tuple[ActivityPaint, list[tuple[int, int]]]]) -> str:
-    body = "".join(_shape(paint, spans) for paint, spans in shapes)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {_ROW_HEIGHT}" width="{width}" '
-        f'height="{_ROW_HEIGHT}" '
-        f'preserveAspectRatio="none">{body}</svg>'
-    )
-
-
-def _shape(paint: ActivityPaint, spans: list[tuple[int, int]]) -> str:
+def _shape(paint: html.ActivityPaint, spans: list[tuple[int, int]]) -> str:
     color = paint.color.both
     middle = "".join(f"M{left} 8h{right - left}" for left, right in spans)
     line = f'<path d="{middle}" stroke="{color}" stroke-width="2"/>'
@@ -415,16 +391,16 @@ def _notes(histories: Sequence[RankHistory], lost: int) -> list[str]:
 
 
 def _page_html(histories: Sequence[RankHistory], heading: str, notes: Sequence[str], end: float) -> str:
-    rest = f'<td colspan="{len(_TITLES) - 2}" style="{CELL}"></td>'
-    axis = table_row(f'<td style="{CELL}"></td><td style="{CELL}">{time_axis(end)}</td>{rest}')
+    rest = f'<td colspan="{len(_TITLES) - 2}" style="{html.CELL}"></td>'
+    axis = html.table_row(f'<td style="{html.CELL}"></td><td style="{html.CELL}">{html.time_axis(end)}</td>{rest}')
     rows = [*(_page_row(history, end) for history in histories), axis]
-    ranks = table(_TITLES, rows, style=table_style(widths=(720, 1200)))
-    return figure(f"{ranks}{note_lines(notes)}", heading=heading, beside=_legend(histories))
+    ranks = html.table(_TITLES, rows, style=html.table_style(widths=(720, 1200)))
+    return html.figure(f"{ranks}{html.note_lines(notes)}", heading=heading, beside=_legend(histories))
 
 
 def _legend(histories: Sequence[RankHistory]) -> str:
     seen = {segment.activity for history in histories for segment in history.segments}
-    return legend((swatch_svg(paint), paint.label) for paint in ACTIVITIES if paint.activity in seen)
+    return html.legend((swatch_svg(paint), paint.label) for paint in html.ACTIVITIES if paint.activity in seen)
 
 
 def _page_row(history: RankHistory, end: float) -> str:
@@ -434,9 +410,9 @@ def _page_row(history: RankHistory, end: float) -> str:
         _longest_wait(history),
     )
     text = f"rank {history.rank}: {_summary(history, end)}"
-    return table_row(
-        row_title(f"rank {history.rank}"),
-        f'<td style="{CELL};width:45%"><img alt="{escape(text)}" src="{svg_uri(row_svg(history, end))}" '
+    return html.table_row(
+        html.row_title(f"rank {history.rank}"),
+        f'<td style="{html.CELL};width:45%"><img alt="{escape(text)}" src="{html.svg_uri(row_svg(history, end))}" '
         f'width="{WIDTH}" height="16" style="{_PICTURE}"></td>',
-        data_cells(cells),
+        html.data_cells(cells),
     )

@@ -22,7 +22,6 @@ from axon_nb.records.memory import ROLES, WITH_MOMENTUM, MemoryPrediction, Memor
 from axon_nb.records.units import format_bytes
 from axon_nb.widgets import html
 from axon_nb.widgets.assets import script, style
-from axon_nb.widgets.html import CELL, WRAPPED_CELL, row_title, table, table_row
 from axon_nb.widgets.memory.rows import (
     NEAR,
     Bar,
@@ -244,15 +243,15 @@ def what_if_html(state: WhatIfState, picture: Callable[[Bar], str]) -> str:
     if not what_if_lines(state):
         return ""
     rows = (
-        table_row(
-            row_title(escape(labelled.label)),
-            f'<td style="{CELL}">{picture(labelled.bar)}</td>',
-            f'<td style="{WRAPPED_CELL}">{escape(labelled.bar.text)}</td>',
+        html.table_row(
+            html.row_title(escape(labelled.label)),
+            f'<td style="{html.CELL}">{picture(labelled.bar)}</td>',
+            f'<td style="{html.WRAPPED_CELL}">{escape(labelled.bar.text)}</td>',
         )
         for labelled in prediction_bars(state, None)
     )
     heading = escape(state.error or _what_if_heading(state))
-    return f'<div style="margin-top:6px"><b>plan</b> {heading}</div>{table((), rows)}'
+    return f'<div style="margin-top:6px"><b>plan</b> {heading}</div>{html.table((), rows)}'
 
 
 def bar_svg(bar: Bar, *, width: int, height: int) -> str:
@@ -267,24 +266,17 @@ def bar_svg(bar: Bar, *, width: int, height: int) -> str:
     if bar.capacity is not None:
         x = min(width - 1.0, bar.capacity * width)
         shapes.append(f'<path d="M{x:.1f} 0v{height}" stroke="{LIMIT.both}" stroke-width="2" stroke-dasharray="3 2"/>')
-    return _svg(width, height, "".join(shapes))
+    return html.svg(width, height, "".join(shapes))
 
 
 def role_swatch(role: str) -> str:
     """Draw a sample of one role for a legend, 12 x 12 units."""
-    return _svg(12, 12, _box(role, 0, 12, 12))
+    return html.svg(12, 12, _box(role, 0, 12, 12))
 
 
 def _box(role: str, x: float, width: float, height: int) -> str:
     gap = 1.0 if width > 3 else 0.0
     return f'<rect x="{x:.1f}" width="{width - gap:.2f}" height="{height}" fill="{ROLE_COLORS[role].both}"/>'
-
-
-def _svg(width: int, height: int, body: str) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'preserveAspectRatio="none">{body}</svg>'
-    )
 
 
 def memory_bundle(rows: MemoryRows, state: WhatIfState | None = None) -> dict[str, str]:
@@ -314,12 +306,12 @@ def _page_html(rows: MemoryRows, roles: Sequence[str], what_if: str) -> str:
     warning = notice(rows)
     pictures = [*map(_picture_row, shown[:_MAX_PAGE_RANKS]), _axis_row(rows.scale.ticks)]
     bars = html.table((), pictures, style=html.table_style(widths=(480, 1400)))
-    table = html.table(
+    by_rank = html.table(
         (f"rank, {rows.scale.unit}", *rows.columns), map(_number_row, shown[:_MAX_PAGE_RANKS]), cell=html.NUMBER
     )
     legend = f'<div>{samples}<span style="{html.MUTED}">{bars_legend(rows)}</span></div>'
     warned = html.notice(*warning) if warning else ""
-    body = f"{numbers}{warned}{legend}{bars}{table}{html.note_lines(notes)}{what_if}"
+    body = f"{numbers}{warned}{legend}{bars}{by_rank}{html.note_lines(notes)}{what_if}"
     return html.figure(body, heading=rows.heading)
 
 

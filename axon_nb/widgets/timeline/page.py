@@ -20,31 +20,7 @@ from axon_nb.records.spans import Span
 from axon_nb.records.training.steps import PipelineStep
 from axon_nb.records.units import format_bytes, format_seconds
 from axon_nb.widgets import html
-from axon_nb.widgets.html import BUBBLE, OTHER, SPAN_CODES, SPAN_PAINTS, SpanPaint, text_color
-from axon_nb.widgets.timeline.content import (
-    COLUMNS,
-    MAX_PIPELINES,
-    MAX_ROWS,
-    NOTHING_YET,
-    TimelineSummary,
-    describe_step,
-    figures,
-    format_duration,
-    omitted_pipelines,
-    rank_cells,
-    step_seconds,
-    summarize,
-)
-from axon_nb.widgets.timeline.facts import (
-    Intervals,
-    RankFacts,
-    join,
-    optimizer_steps,
-    running_cell,
-    subtract,
-    tails,
-    union,
-)
+from axon_nb.widgets.timeline import content, facts
 
 _WIDTHS = ((8, 600), (24, 360), (1 << 30, 200))
 """(largest number of rows, width of each in units); narrow for many rows, as pictures are saved with the notebook."""
@@ -56,14 +32,14 @@ _STEP_WIDTH = 600
 _MIN_SHARE = 0.02
 _Box = tuple[float, float, float, float]
 """Left, top, width, height."""
-_NONE: Intervals = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+_NONE: facts.Intervals = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 _WIDE = html.table_style(widths=(480, 1400))
 _PICTURE_WIDTH, _PICTURE_LEFT, _PICTURE_ROW, _PICTURE_GAP = 960, 72, 30, 4
 _PICTURE_TEXT = "#212529"
 _MAX_TICKS = 10
 _MAX_STEPS = 60
 """With a mark each."""
-_COMPARED_PARTS: tuple[tuple[str, Callable[[RankFacts], float]], ...] = (
+_COMPARED_PARTS: tuple[tuple[str, Callable[[facts.RankFacts], float]], ...] = (
     ("cell", lambda rank: rank.cell),
     ("forward", lambda rank: rank.forward),
     ("backward", lambda rank: rank.backward),
@@ -84,17 +60,17 @@ def rank_svg(
     scale = width / max(1, end_ns - start_ns)
     for lane, sets in enumerate(_lanes(table, rank, running_since)):
         top, height = _LANES[lane]
-        shares = np.zeros((len(SPAN_PAINTS), width))
+        shares = np.zeros((len(html.SPAN_PAINTS), width))
         for code, (starts, ends) in sets.items():
             _cover(shares[code], (starts - start_ns) * scale, (ends - start_ns) * scale)
         for left, right, code in _runs(shares):
             shapes.setdefault(code, []).append((left, top, right - left, height))
-    return _svg(width, _HEIGHT, (_shape(SPAN_PAINTS[code], shapes[code]) for code in sorted(shapes)))
+    return html.svg(width, _HEIGHT, _shapes(shapes))
 
 
-def swatch_svg(paint: SpanPaint) -> str:
+def swatch_svg(paint: html.SpanPaint) -> str:
     """Draw a sample of one paint for a legend, 24 x 14 units."""
-    return _svg(24, 14, [_shape(paint, [(0, 0, 24, 14)])])
+    return html.svg(24, 14, _shape(paint, [(0, 0, 24, 14)]))
 
 
 def step_svg(spans: Sequence[Span], ranks: Sequence[int], seconds: float) -> str:
@@ -109,43 +85,48 @@ def step_svg(spans: Sequence[Span], ranks: Sequence[int], seconds: float) -> str
         for span in rank_spans:
             left, width = (span.start_ns - origin) * scale, max(1.0, (span.end_ns - span.start_ns) * scale - 1)
             if left - free > 1:
-                shapes.setdefault(BUBBLE, []).append((free, top, left - free, _STEP_ROW - 2.0))
-            shapes.setdefault(SPAN_CODES.get(span.kind, OTHER), []).append((left, top, width, _STEP_ROW - 2.0))
+                shapes.setdefault(html.BUBBLE, []).append((free, top, left - free, _STEP_ROW - 2.0))
+            shapes.setdefault(html.SPAN_CODES.get(span.kind, html.OTHER), []).append(
+                (left, top, width, _STEP_ROW - 2.0)
+            )
             free = left + width + 1
             if width >= 6 * len(str(span.microbatch)) + 3:
-                color = SPAN_PAINTS[SPAN_CODES.get(span.kind, OTHER)].color.both
+                color = html.SPAN_PAINTS[html.SPAN_CODES.get(span.kind, html.OTHER)].color.both
                 labels.append(
                     f'<text x="{left + width / 2:.1f}" y="{top + 12:g}" font-size="10" text-anchor="middle" '
-                    f'fill="{text_color(color)}" font-family="sans-serif">{span.microbatch}</text>'
+                    f'fill="{html.text_color(color)}" font-family="sans-serif">{span.microbatch}</text>'
                 )
-    body = [_shape(SPAN_PAINTS[code], shapes[code]) for code in sorted(shapes)]
-    return _svg(_STEP_WIDTH, len(ranks) * _STEP_ROW, [*body, *labels])
+    return html.svg(_STEP_WIDTH, len(ranks) * _STEP_ROW, _shapes(shapes) + "".join(labels))
 
 
-def _lanes(table: SpanTable, rank: int, running_since: int | None) -> tuple[dict[int, Intervals], dict[int, Intervals]]:
+def _lanes(
+    table: SpanTable, rank: int, running_since: int | None
+) -> tuple[dict[int, facts.Intervals], dict[int, facts.Intervals]]:
     """Return what is drawn in each lane, by kind; in one lane no kind covers another."""
     columns, is_own = table.columns, table.columns["rank"] == rank
 
-    def times(*kinds: str) -> Intervals:
+    def times(*kinds: str) -> facts.Intervals:
         selected = is_own & table.of_kind(*kinds)
         return columns["start"][selected], columns["end"][selected]
 
     moving = is_own & table.of_kind("collective", "p2p")
     ready = np.minimum(columns["start"] + columns["late"], columns["end"])
-    waits = union(join(times("wait"), tails(times("backward"), times("collective", "p2p"))))
-    code, taken = {SPAN_CODES["wait"]: waits}, waits
+    waits = facts.union(facts.join(times("wait"), facts.tails(times("backward"), times("collective", "p2p"))))
+    code, taken = {html.SPAN_CODES["wait"]: waits}, waits
     for kind in ("optimizer", "backward", "forward", "other"):
-        code[SPAN_CODES[kind]] = subtract(times(kind), taken)
-        taken = join(taken, code[SPAN_CODES[kind]])
-    own_code = subtract(join(times("cell"), running_cell(columns["end"][is_own], running_since)), taken)
-    code[OTHER] = join(code[OTHER], own_code)
+        code[html.SPAN_CODES[kind]] = facts.subtract(times(kind), taken)
+        taken = facts.join(taken, code[html.SPAN_CODES[kind]])
+    own_code = facts.subtract(
+        facts.join(times("cell"), facts.running_cell(columns["end"][is_own], running_since)), taken
+    )
+    code[html.OTHER] = facts.join(code[html.OTHER], own_code)
     communication = {
-        SPAN_CODES[kind]: (ready[mask], columns["end"][mask])
+        html.SPAN_CODES[kind]: (ready[mask], columns["end"][mask])
         for kind in ("collective", "p2p")
         if (mask := is_own & table.of_kind(kind)).any()
     }
-    communication[SPAN_CODES["wait"]] = subtract(
-        (columns["start"][moving], ready[moving]), join(*communication.values()) if communication else _NONE
+    communication[html.SPAN_CODES["wait"]] = facts.subtract(
+        (columns["start"][moving], ready[moving]), facts.join(*communication.values()) if communication else _NONE
     )
     return code, communication
 
@@ -173,14 +154,11 @@ def _runs(shares: npt.NDArray[np.float64]) -> Iterable[tuple[int, int, int]]:
             yield left, right, int(best[left])
 
 
-def _svg(width: int, height: int, body: Iterable[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'preserveAspectRatio="none">{"".join(body)}</svg>'
-    )
+def _shapes(shapes: dict[int, list[_Box]]) -> str:
+    return "".join(_shape(html.SPAN_PAINTS[code], shapes[code]) for code in sorted(shapes))
 
 
-def _shape(paint: SpanPaint, boxes: Sequence[_Box]) -> str:
+def _shape(paint: html.SpanPaint, boxes: Sequence[_Box]) -> str:
     color = paint.color.both
     path = "".join(f"M{x:.4g} {y:g}h{width:.4g}v{height:g}h-{width:.4g}z" for x, y, width, height in boxes)
     if paint.form == "bubble":
@@ -207,7 +185,7 @@ def timeline_bundle(
     """
     shown = table if focus[0] is None else table.between(focus[0], focus[1])
     running_since = focus[0] if focus[1] is None else None
-    summary = summarize(shown, running_since)
+    summary = content.summarize(shown, running_since)
     start, end = _extent(shown, focus)
     count = f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}"
     slowed = "".join(f", {text}" for text in summary.facts.slowed)
@@ -216,14 +194,14 @@ def timeline_bundle(
     by_rank = {rank.rank: rank for rank in summary.facts.ranks}
     lines = [heading]
     lines += [f"  rank {rank}: {_describe(by_rank.get(rank))}" for rank in ranks]
-    lines += [f"  {describe_step(step)}" for step in summary.steps[:MAX_PIPELINES]]
-    known = [rank for rank in ranks if rank in by_rank][:MAX_ROWS]
+    lines += [f"  {content.describe_step(step)}" for step in summary.steps[: content.MAX_PIPELINES]]
+    known = [rank for rank in ranks if rank in by_rank][: content.MAX_ROWS]
     drawn = pictures(shown, summary, ranks, (start, end), running_since=running_since)
-    steps = "".join(map(_step_html, summary.steps[:MAX_PIPELINES]))
-    nothing = [] if summary.facts.ranks else [NOTHING_YET]
-    remarks = [*nothing, *omitted_pipelines(summary), *summary.facts.clock_notes, *_losses(table)]
+    steps = "".join(map(_step_html, summary.steps[: content.MAX_PIPELINES]))
+    nothing = [] if summary.facts.ranks else [content.NOTHING_YET]
+    remarks = [*nothing, *content.omitted_pipelines(summary), *summary.facts.clock_notes, *_losses(table)]
     notice = html.notice(summary.notice.claim, summary.notice.text) if summary.notice is not None else ""
-    numbers = html.figures((figure["name"], figure["value"], figure["remark"]) for figure in figures(summary))
+    numbers = html.figures((figure["name"], figure["value"], figure["remark"]) for figure in content.figures(summary))
     table_html = _table([by_rank[rank] for rank in known])
     body = f"{numbers}{notice}{_legend(shown)}{drawn}{steps}{table_html}{html.note_lines(remarks)}"
     return {
@@ -240,7 +218,7 @@ def _name(table: SpanTable) -> str:
 
 def pictures(
     table: SpanTable,
-    summary: TimelineSummary,
+    summary: content.TimelineSummary,
     ranks: Sequence[int],
     extent: tuple[int, int],
     *,
@@ -256,7 +234,7 @@ def pictures(
         running_since: When the running cell started, in nanoseconds; None if none runs.
     """
     by_rank = {rank.rank: rank for rank in summary.facts.ranks}
-    known = [rank for rank in ranks if rank in by_rank][:MAX_ROWS]
+    known = [rank for rank in ranks if rank in by_rank][: content.MAX_ROWS]
     rows = [_picture(table, by_rank[rank], extent, num_rows=len(known), running_since=running_since) for rank in known]
     seconds = (extent[1] - extent[0]) / 1e9
     if known and seconds > 0:
@@ -267,7 +245,7 @@ def pictures(
 
 def _step_axis(table: SpanTable, rank: int, extent: tuple[int, int]) -> str:
     """Return where the steps of a rank are, each of which ends with the optimizer; empty: it has none, or many."""
-    ends = next(optimizer_steps(table.pick(table.columns["rank"] == rank), "end"), np.zeros(0, dtype=np.int64))
+    ends = next(facts.optimizer_steps(table.pick(table.columns["rank"] == rank), "end"), np.zeros(0, dtype=np.int64))
     ends = ends[(ends > extent[0]) & (ends <= extent[1])]
     if not 0 < len(ends) <= _MAX_STEPS:
         return ""
@@ -288,14 +266,18 @@ def _extent(table: SpanTable, focus: tuple[int | None, int | None]) -> tuple[int
     return start, max(start, end)
 
 
-def _describe(rank: RankFacts | None) -> str:
+def _describe(rank: facts.RankFacts | None) -> str:
     if rank is None:
         return "no span"
-    parts = [f"{name} {cell}" for (name, _), cell in zip(COLUMNS, rank_cells(rank), strict=True) if cell != "–"]
+    parts = [
+        f"{name} {cell}"
+        for (name, _), cell in zip(content.COLUMNS, content.rank_cells(rank), strict=True)
+        if cell != "–"
+    ]
     return ", ".join(parts) or "only its cell"
 
 
-def _sentences(summary: TimelineSummary) -> list[str]:
+def _sentences(summary: content.TimelineSummary) -> list[str]:
     overlap = summary.facts.overlap
     hidden = f"Overlap: {overlap:.0%} of communication was hidden behind computation." if overlap is not None else ""
     return [sentence for sentence in (hidden, str(summary.notice or "")) if sentence]
@@ -311,16 +293,16 @@ def _losses(table: SpanTable) -> list[str]:
     return [note for note in (dropped, lost) if note]
 
 
-def _table(ranks: Sequence[RankFacts]) -> str:
+def _table(ranks: Sequence[facts.RankFacts]) -> str:
     rows = (
-        html.table_row(html.row_title(f"rank {rank.rank}"), html.data_cells(rank_cells(rank), html.NUMBER))
+        html.table_row(html.row_title(f"rank {rank.rank}"), html.data_cells(content.rank_cells(rank), html.NUMBER))
         for rank in ranks
     )
-    return html.table(("", *(title for title, _ in COLUMNS)), rows, cell=html.NUMBER, style=_WIDE)
+    return html.table(("", *(title for title, _ in content.COLUMNS)), rows, cell=html.NUMBER, style=_WIDE)
 
 
 def _picture(
-    table: SpanTable, rank: RankFacts, extent: tuple[int, int], *, num_rows: int, running_since: int | None
+    table: SpanTable, rank: facts.RankFacts, extent: tuple[int, int], *, num_rows: int, running_since: int | None
 ) -> str:
     svg = rank_svg(table, rank.rank, *extent, num_rows=num_rows, running_since=running_since)
     text = escape(f"rank {rank.rank}: {_describe(rank)}")
@@ -339,20 +321,20 @@ def _legend(table: SpanTable) -> str:
         seen.add("bubble")
     if "cell" in seen:
         seen.add("other")
-    paints = [paint for paint in SPAN_PAINTS if paint.kind in seen and paint.lane >= 0]
+    paints = [paint for paint in html.SPAN_PAINTS if paint.kind in seen and paint.lane >= 0]
     samples = html.legend(((swatch_svg(paint), paint.label) for paint in paints), margin="right")
     return f'<div style="margin:2px 0 4px">{samples}</div>'
 
 
 def _step_html(step: PipelineStep) -> str:
     ranks = sorted({span.rank for span in step.measured})
-    seconds = max(step_seconds(step.measured), step_seconds(step.ideal), 1e-9)
+    seconds = max(content.step_seconds(step.measured), content.step_seconds(step.ideal), 1e-9)
     rows = []
     for title, spans, bubble in (
         ("measured", step.measured, step.bubble),
         ("ideal", step.ideal, step.ideal_bubble),
     ):
-        text = f"{title}: {format_duration(step_seconds(spans))}, a bubble of {bubble:.0%}"
+        text = f"{title}: {content.format_duration(content.step_seconds(spans))}, a bubble of {bubble:.0%}"
         rows.append(
             html.table_row(
                 html.row_title(f"{title}<br>bubble {bubble:.0%}"),
@@ -361,7 +343,7 @@ def _step_html(step: PipelineStep) -> str:
                 f'style="display:block;width:100%;height:{18 * len(ranks)}px;margin:2px 0;max-width:none"></td>',
             )
         )
-    words = f'<div style="margin:6px 0 2px">{escape(describe_step(step).capitalize())}</div>'
+    words = f'<div style="margin:6px 0 2px">{escape(content.describe_step(step).capitalize())}</div>'
     return words + html.table((), rows, style=_WIDE)
 
 
@@ -375,9 +357,9 @@ def timeline_svg(table: SpanTable, ranks: Sequence[int], *, title: str) -> str:
     """
     start = int(table.columns["start"].min()) if len(table) else 0
     seconds = (int(table.columns["end"].max()) - start) / 1e9 if len(table) else 0.0
-    shown = list(ranks)[:MAX_ROWS]
-    notice = summarize(table).notice
-    parts = [_picture_text(f"{title}: {len(ranks)} ranks, {format_duration(seconds)}", 0, 16, weight=600)]
+    shown = list(ranks)[: content.MAX_ROWS]
+    notice = content.summarize(table).notice
+    parts = [_picture_text(f"{title}: {len(ranks)} ranks, {content.format_duration(seconds)}", 0, 16, weight=600)]
     top = 28
     if notice is not None:
         parts.append(_picture_text(str(notice), 0, 34))
@@ -388,7 +370,9 @@ def timeline_svg(table: SpanTable, ranks: Sequence[int], *, title: str) -> str:
         x = _PICTURE_LEFT + at * scale
         parts.append(f'<path d="M{x:.1f} {top + 4}V{bottom}" stroke="{INK}" stroke-opacity=".3"/>')
         anchor = "start" if at == 0 else "middle"
-        parts.append(_picture_text(format_duration(at) if at else "0", x, top, anchor=anchor, size=10, color=INK))
+        parts.append(
+            _picture_text(content.format_duration(at) if at else "0", x, top, anchor=anchor, size=10, color=INK)
+        )
     for row, rank in enumerate(shown):
         y = top + 14 + row * (_PICTURE_ROW + _PICTURE_GAP)
         drawing = rank_svg(table, rank, start, start + max(1, round(seconds * 1e9)), num_rows=1)
@@ -422,7 +406,7 @@ def _picture_legend(table: SpanTable, top: float) -> Iterator[str]:
     seen |= {"other"} if "cell" in seen else set()
     seen |= {"wait"} if (table.columns["late"] > 0).any() else set()
     left = float(_PICTURE_LEFT)
-    for paint in SPAN_PAINTS:
+    for paint in html.SPAN_PAINTS:
         if paint.lane < 0 or paint.kind not in seen:
             continue
         yield _nested(swatch_svg(paint), f'<svg x="{left:g}" y="{top:g}" width="18" height="10"')
@@ -461,7 +445,7 @@ def comparison_bundle(cells: Sequence[tuple[str, SpanTable]], ranks: Sequence[in
         ranks: Rows, from the top.
     """
     titles = [title for title, _ in cells]
-    summaries = [summarize(table) for _, table in cells]
+    summaries = [content.summarize(table) for _, table in cells]
     heading = f"{titles[0]} compared with {titles[1]}"
     rows = _compared_rows(*summaries)
     head = (_COMPARISON_HEAD, *titles, "change")
@@ -483,16 +467,16 @@ def comparison_bundle(cells: Sequence[tuple[str, SpanTable]], ranks: Sequence[in
     }
 
 
-def _compared_rows(first: TimelineSummary, second: TimelineSummary) -> list[tuple[str, str, str, str]]:
+def _compared_rows(first: content.TimelineSummary, second: content.TimelineSummary) -> list[tuple[str, str, str, str]]:
     """Return name, both values and their difference, of each part that either cell has."""
     rows = []
     steps = (first.facts.step, second.facts.step)
     if steps[0] is not None and steps[1] is not None:
-        rows.append(_compared_row("step", steps[0][0], steps[1][0], format_duration))
+        rows.append(_compared_row("step", steps[0][0], steps[1][0], content.format_duration))
     for name, part in _COMPARED_PARTS:
         before, after = (fmean(map(part, summary.facts.ranks)) for summary in (first, second))
         if before or after:
-            rows.append(_compared_row(name, before, after, format_duration))
+            rows.append(_compared_row(name, before, after, content.format_duration))
     hidden = (first.facts.overlap, second.facts.overlap)
     if hidden[0] is not None and hidden[1] is not None:
         rows.append(("hidden", f"{hidden[0]:.0%}", f"{hidden[1]:.0%}", f"{hidden[1] - hidden[0]:+.0%}"))

@@ -19,21 +19,8 @@ from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.inspection.status import JobSnapshot, request_job
 from axon_nb.records.colors import INK, KINDS, RANKS
 from axon_nb.records.units import format_bytes, format_seconds
+from axon_nb.widgets import html
 from axon_nb.widgets.assets import script, style
-from axon_nb.widgets.html import (
-    CELL,
-    MUTED,
-    NUMBER,
-    SERIES_TOKENS,
-    data_cells,
-    figure,
-    note_lines,
-    row_title,
-    svg_uri,
-    table,
-    table_row,
-    table_style,
-)
 from axon_nb.widgets.panel import LivePanel, LiveView
 from axon_nb.widgets.watch.store import (
     MAX_CURVES,
@@ -186,14 +173,14 @@ def chart_html(
         y_text: Formats a tick.
         x_texts: Labels at the start and the end of the horizontal axis.
     """
-    small = f"font-size:80%;line-height:1;{MUTED}"
+    small = f"font-size:80%;line-height:1;{html.MUTED}"
     labels = "".join(f"<span>{escape(y_text(tick))}</span>" for tick in reversed(axis.ticks))
     column = f"display:flex;flex-direction:column;justify-content:space-between;text-align:right;{small}"
     ends = "".join(f"<span>{escape(text)}</span>" for text in x_texts)
     return (
         f'<div style="display:flex;gap:6px"><div style="{column};height:{HEIGHT + 10}px;min-width:3em;margin-top:-5px">'
         f'{labels}</div><div style="flex:1"><img alt="{escape(alt)}" title="{escape(alt)}" '
-        f'src="{svg_uri(chart_svg(points, axis, color, earlier))}" width="{WIDTH}" height="{HEIGHT}" '
+        f'src="{html.svg_uri(chart_svg(points, axis, color, earlier))}" width="{WIDTH}" height="{HEIGHT}" '
         'style="display:block;margin:0;width:100%;max-width:none">'
         f'<div style="display:flex;justify-content:space-between;margin-top:4px;{small}">{ends}</div></div></div>'
     )
@@ -319,7 +306,9 @@ def _page_html(store: JobStore) -> str:
     bars = "".join(map(_bar, store.bars()))
     shown = store.rows()[:_MAX_PAGE_RANKS]
     rows = (
-        table_row(row_title(f"rank {row.rank}"), data_cells(cells[:1]), data_cells(cells[1:], NUMBER))
+        html.table_row(
+            html.row_title(f"rank {row.rank}"), html.data_cells(cells[:1]), html.data_cells(cells[1:], html.NUMBER)
+        )
         for row in shown
         for cells in [rank_cells(row)]
     )
@@ -328,10 +317,10 @@ def _page_html(store: JobStore) -> str:
         *([f"{len(store.rows()) - _MAX_PAGE_RANKS} more ranks."] if len(shown) == _MAX_PAGE_RANKS else []),
     ]
     body = (
-        f'{table((), [bars]) if bars else ""}<div style="display:flex;flex-wrap:wrap;gap:14px 28px;margin:6px 0">'
-        f"{curves}</div>{table(RANK_TITLES, rows, style=table_style(margin='4px 0'))}{note_lines(notes)}"
+        f'{html.table((), [bars]) if bars else ""}<div style="display:flex;flex-wrap:wrap;gap:14px 28px;margin:6px 0">'
+        f"{curves}</div>{html.table(RANK_TITLES, rows, style=html.table_style(margin='4px 0'))}{html.note_lines(notes)}"
     )
-    return figure(body, heading=f"Job on {heading(store)}")
+    return html.figure(body, heading=f"Job on {heading(store)}")
 
 
 def _curve(series: Series, number: int, store: JobStore, *, measured: bool) -> str:
@@ -353,11 +342,11 @@ def _curve(series: Series, number: int, store: JobStore, *, measured: bool) -> s
         x_texts=ends,
         earlier=earlier,
     )
+    title = escape(" · ".join(filter(None, (series.name, mark))))
     return (
-        f'<div style="width:360px"><div style="{MUTED}">{escape(" · ".join(filter(None, (series.name, mark))))}</div>'
-        '<div style="margin-bottom:8px">'
-        f'<b style="font-size:140%;font-weight:600">{escape(value)}</b> <span style="{MUTED}">{escape(spread)}</span>'
-        f"</div>{chart}</div>"
+        f'<div style="width:360px"><div style="{html.MUTED}">{title}</div><div style="margin-bottom:8px">'
+        f'<b style="font-size:140%;font-weight:600">{escape(value)}</b> '
+        f'<span style="{html.MUTED}">{escape(spread)}</span></div>{chart}</div>'
     )
 
 
@@ -375,12 +364,12 @@ def _bar(bar: MergedBar) -> str:
         f'rx="3" fill="{color}" fill-opacity=".45"/><rect width="{low}" height="6" rx="3" fill="{color}"/></svg>'
     )
     facts = ", ".join(filter(None, (bar.rate, bar.left, bar.behind)))
-    return table_row(
-        row_title(escape(bar.desc or "progress")),
-        data_cells([bar.count], NUMBER),
-        f'<td style="{CELL}"><img alt="{escape(bar.text)}" src="{svg_uri(svg)}" width="{width}" height="6" '
+    return html.table_row(
+        html.row_title(escape(bar.desc or "progress")),
+        html.data_cells([bar.count], html.NUMBER),
+        f'<td style="{html.CELL}"><img alt="{escape(bar.text)}" src="{html.svg_uri(svg)}" width="{width}" height="6" '
         'style="display:block;margin:0;max-width:none"></td>',
-        data_cells([facts]),
+        html.data_cells([facts]),
     )
 
 
@@ -461,7 +450,7 @@ def _live_row(row: RankRow, most_memory: int) -> dict[str, Any]:
 
 def _live_chart(series: Series, number: int, store: JobStore, *, measured: bool) -> dict[str, Any]:
     value, spread = series_value(series, measured=measured)
-    color = SERIES_TOKENS[series.name] if measured else f"rank-{number % len(RANKS)}"
+    color = html.SERIES_TOKENS[series.name] if measured else f"rank-{number % len(RANKS)}"
     return {
         "name": series.name,
         "value": value,

@@ -65,20 +65,25 @@ def test_torch_provides_every_order(schedule: PipelineSchedule) -> None:
     assert sorted(forwards) == [(stage, number) for stage in range(stages) for number in range(8)]
 
 
+def peak_of_four_ranks(schedule: str, num_microbatches: int, stages: int = 8) -> int:
+    stats = PipelineMemoryStats.of(schedule, num_ranks=4, num_microbatches=num_microbatches, num_stages=stages)
+    return stats.peak_activations
+
+
 def test_closed_forms() -> None:
     stats = PipelineMemoryStats
     assert stats.gpipe_peak_activations(4, 8) == 8
     assert stats.one_f_one_b_peak_activations(4, 8) == 4
     assert stats.of("1F1B", num_ranks=4, num_microbatches=8).peak_per_stage == (4, 3, 2, 1)
     assert stats.of("GPipe", num_ranks=4, num_microbatches=8).peak_per_rank == (8, 8, 8, 8)
-    assert stats.looped_bfs_peak_activations(8, 5) == 10
+    assert peak_of_four_ranks("LoopedBFS", 5) == 10
     # Narayanan et al. (2021): (v - 1) P + 2 (P - 1) + 1 on the first rank
-    assert stats.interleaved_one_f_one_b_peak_activations(8, 8) == 4 + 2 * 3 + 1
-    assert stats.interleaved_one_f_one_b_peak_activations(12, 8, stages_per_rank=3) == 2 * 4 + 2 * 3 + 1
+    assert peak_of_four_ranks("Interleaved1F1B", 8) == 4 + 2 * 3 + 1
+    assert peak_of_four_ranks("Interleaved1F1B", 8, stages=12) == 2 * 4 + 2 * 3 + 1
     # Qi et al. (2023): ZB-V keeps as much as 1F1B, P microbatches of two half-sized stages
-    assert stats.zbv_zero_bubble_peak_activations(8, 10) == 2 * 4
-    assert stats.interleaved_zero_bubble_peak_activations(8, 8) >= 8
-    assert stats.dual_pipe_v_peak_activations(8, 10) == 2 * 4 + 1
+    assert peak_of_four_ranks("ZBVZeroBubble", 10) == 2 * 4
+    assert peak_of_four_ranks("InterleavedZeroBubble", 8) >= 8
+    assert peak_of_four_ranks("DualPipeV", 10) == 2 * 4 + 1
     assert stats.of("1F1B", num_ranks=4, num_microbatches=8).peak_bytes(10) == (40, 30, 20, 10)
     with pytest.raises(UsageError, match="1F1B needs at least as many microbatches as stages"):
         stats.one_f_one_b_peak_activations(4, 2)

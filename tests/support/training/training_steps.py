@@ -21,8 +21,7 @@ from axon_nb.parallel import (
     parallel_cross_entropy,
     parallelize,
 )
-from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
-from axon_nb.parallel.models.gpt import Block
+from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
 
 CONFIG = GPTConfig(vocab=32, context=8, hidden=16, heads=4, blocks=3)
 BATCH = 8

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from axon_nb.engine.divergence import NumberLog, Replicas, checksum, total_norm
-from axon_nb.engine.divergence_origin import LastCalls
+from axon_nb.engine.nonfinite import LastCalls
 from axon_nb.records.protocol.inspection import NumbersReply
 from axon_nb.records.protocol.wire import encode
 from axon_nb.records.training.digests import Origin

@@ -12,7 +12,7 @@ from axon_course.definitions import Exercise, Mistake, Property, Score
 from axon_course.memory import PeakBytes, SavedBytes
 from axon_course.replays import Replay, replay_curve
 from axon_course.trials import Trial
-from axon_nb.parallel.models.gpt import Block
+from axon_nb.parallel.models import Block
 
 _LAYERS = 16
 _ROWS, _WIDTH = 512, 8

@@ -12,7 +12,7 @@ from axon_course.comparisons import first_difference
 from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.trials import Trial
 from axon_nb.comm.calls import calls
-from axon_nb.parallel.models.gpt import Attention
+from axon_nb.parallel.models import Attention
 
 _TOLERANCE = 1e-9
 _BATCH, _POSITIONS = 2, 5

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from axon_nb.engine.inspection.memory import UncopiedHook
 from axon_nb.engine.parity.recorder import clean_name, is_whole, is_wrapped_once
-from axon_nb.engine.placement import local_tensor
+from axon_nb.engine.sharding import local_tensor
 from axon_nb.records.training.digests import Origin
 from axon_nb.shell import inner_function, user_frame
 
