@@ -28,6 +28,7 @@ from types import CodeType, FrameType
 import torch.distributed as dist
 
 from axon_nb.compat.deepspeed import STEP_CODE
+from axon_nb.records.stacks import fsdp_unit
 from axon_nb.records.waits import COLLECTIVE_FUNCTIONS, PUBLIC_NAMES
 from axon_nb.shell import inner_function, user_frame
 
@@ -194,7 +195,7 @@ def describe_awaited_call(name: str, line: int = 0) -> str:
     call = find_implicit_collective(frame, user) or public_call(frame)[0]
     if call in _SINGLE_OPERATIONS and call != name:
         return ""
-    return f"{call} at line {user.f_lineno}{inner_function(frame, user)}" if call else ""
+    return f"{call} at line {user.f_lineno}{inner_function(frame, user)}{_of_unit(frame)}" if call else ""
 
 
 def describe_call(name: str) -> str:
@@ -202,7 +203,13 @@ def describe_call(name: str) -> str:
     frame = sys._getframe(1)
     user = user_frame(frame)
     call = find_implicit_collective(frame, user) or public_call(frame)[0] or PUBLIC_NAMES.get(name, name)
-    return f"{call} at line {user.f_lineno}{inner_function(frame, user)}" if user is not None else call
+    place = "" if user is None else f" at line {user.f_lineno}{inner_function(frame, user)}"
+    return f"{call}{place}{_of_unit(frame)}"
+
+
+def _of_unit(frame: FrameType | None) -> str:
+    unit = fsdp_unit(frame)
+    return f" in `{unit}`" if unit else ""
 
 
 def cell_line() -> str:

@@ -10,6 +10,8 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
+from zlib import crc32
 
 from msgspec import Struct
 
@@ -21,6 +23,10 @@ _STANDARD = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdl
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
 _SOURCES = ("torch", "IPython", "ipykernel", "ipyparallel", "tornado", "zmq")
 """Packages that run the cells; developers import them from their sources."""
+_FSDP = f"{os.sep}{os.path.join('torch', 'distributed', 'fsdp')}{os.sep}"
+_FSDP_CALLS = frozenset({"_all_gather_flat_param", "_reduce_grad", "post_backward", "unshard", "wait_for_unshard"})
+_FSDP_TAGS = 997
+"""Less than fits into the words that groups compare."""
 
 
 @functools.lru_cache(4096)  # called for each frame of each thread
@@ -55,6 +61,25 @@ def _installed_in(folder: str) -> set[str]:
 def _source_folders(package: str) -> tuple[str, ...]:
     folders = getattr(sys.modules.get(package), "__path__", ())
     return tuple(os.path.join(folder, "") for folder in folders)
+
+
+def fsdp_unit(frame: FrameType | None, depth: int = 64) -> str | None:
+    """Name the module whose parameters or gradients FSDP moves on this stack, such as ``experts.0``; None: none."""
+    while frame is not None and depth:
+        if frame.f_code.co_name in _FSDP_CALLS and _FSDP in frame.f_code.co_filename:
+            moved = frame.f_locals.get("self") or frame.f_locals.get("handle")
+            if (number := getattr(moved, "_handle_index", None)) is not None:  # FSDP1 has no names
+                return f"unit {number}"
+            if (name := getattr(moved, "_module_fqn", None)) is not None:
+                return str(name)
+        frame, depth = frame.f_back, depth - 1
+    return None
+
+
+def fsdp_tag(frame: FrameType | None) -> int:
+    """Return a number of that module, from 1 to 997, the same on all ranks; 0: none is near on this stack."""
+    unit = fsdp_unit(frame, 16)
+    return 0 if unit is None else 1 + crc32(unit.encode()) % _FSDP_TAGS
 
 
 class StackFrame(Struct, frozen=True):

@@ -16,7 +16,7 @@ from axon_nb.records.stacks import library_of
 RUN_CODE: CodeType = InteractiveShell.run_code.__code__
 """The code object under which a cell's own frames run."""
 _CELL_FILE = re.compile(r"<ipython-input-(\d+)-\w+>")
-_NOT_NAMED = frozenset({"IPython", "Python", "axon_nb", "ipykernel", "ipyparallel", "torch"})
+_NOT_NAMED = frozenset({"IPython", "Python", "axon_nb", "ipykernel", "ipyparallel", "torch", "typing_extensions"})
 _IPYTHON = f"{os.sep}IPython{os.sep}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -388,3 +389,21 @@ try:
 except Exception:
     pass""")
     assert "`except Exception` does not catch a CheckpointException" in reply.traceback
+
+
+def test_experts_of_equal_size_are_told_apart(gloo: Kernel) -> None:
+    gloo.ok(
+        "%%distributed\ntorch.manual_seed(0)\nclass Moe(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))\n"
+        "    def forward(self, x, pick): return self.experts[pick](x)\n"
+        "plain, moe = Moe(), Moe()\nmoe.load_state_dict(plain.state_dict())\n"
+        "for expert in moe.experts:\n    fully_shard(expert, mesh=mesh)\n"
+        "fully_shard(moe, mesh=mesh)\nx = torch.ones(2, 4)\nmoe(x, 0)"
+    )
+    reply = gloo.run("%%distributed\nmoe(x, rank)")
+    place = r"rank \d is in the forward pass of an FSDP model at line 2 \(forward, .*\) in `experts\.\d`"
+    assert re.search(f"Collective mismatch: {place}, rank \\d in another module or call, on the same", reply.traceback)
+    assert "run the same modules (experts, blocks) on every rank" in reply.traceback
+    code = "%%distributed\nmoe(x, 1).sum().backward()\nprint(torch.allclose(moe(x, 1), plain(x, 1)))"
+    assert gloo.ok(code).lines() == ["[ranks 0-1] True"]

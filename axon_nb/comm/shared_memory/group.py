@@ -27,7 +27,7 @@ from axon_nb.comm.shared_memory.segment.pages import GroupLeftError, dtype_code,
 from axon_nb.comm.shared_memory.segment.progress import Progress, form
 from axon_nb.comm.shared_memory.work import JoinedWork, Order, SharedWork, count, done_work, is_profiling, record
 from axon_nb.comm.torch_group import PythonProcessGroup
-from axon_nb.records.stacks import library_of
+from axon_nb.records.stacks import fsdp_tag, library_of
 from axon_nb.torch_api import torch_api
 
 _num_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
@@ -130,9 +130,9 @@ class CollectiveOperations(PythonProcessGroup):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SharedWork:
         """Gather each rank's tensor on all ranks; `outputs[0][rank]` receives that of `rank`."""
-        (tensor,), parts, line = inputs, outputs[0], self._line()
+        (tensor,), parts, line, tag = inputs, outputs[0], self._line(), fsdp_tag(sys._getframe())
         check_sizes("all_gather", parts, tensor.nbytes, self._size)
-        return self._begin("all_gather", lambda: self._calls.all_gather(parts, tensor, line), parts, opts)
+        return self._begin("all_gather", lambda: self._calls.all_gather(parts, tensor, line, tag), parts, opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SharedWork:
         """Like `allgather`, for several tensors: `outputs[rank][number]`."""
@@ -147,10 +147,10 @@ class CollectiveOperations(PythonProcessGroup):
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SharedWork:
         """Gather each rank's tensor on all ranks, into one tensor."""
-        line = self._line()
+        line, tag = self._line(), fsdp_tag(sys._getframe())
         check_whole("all_gather", output, tensor, self._size)
         call = self._calls.all_gather_single
-        return self._begin("all_gather_single", lambda: call(output, tensor, line), [output], opts)
+        return self._begin("all_gather_single", lambda: call(output, tensor, line, tag), [output], opts)
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -202,7 +202,7 @@ class CollectiveOperations(PythonProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> SharedWork:
         """Like `_reduce_scatter_base`, for several tensors."""
-        line = self._line()
+        line, tag = self._line(), fsdp_tag(sys._getframe())
         items = []
         for output, tensor in zip(outputs, inputs, strict=True):
             check_whole("reduce_scatter", tensor, output, self._size)
@@ -210,7 +210,7 @@ class CollectiveOperations(PythonProcessGroup):
 
         def job() -> None:
             for output, tensor, number, sums, factor in items:
-                self._calls.reduce_scatter_single(output, _scaled(tensor, factor), number, sums, line)
+                self._calls.reduce_scatter_single(output, _scaled(tensor, factor), number, sums, line, tag=tag)
 
         operator = "reduce_scatter_tensor_coalesced_" if len(outputs) > 1 else ""
         return self._begin("reduce_scatter_single", job, outputs, opts, operator)

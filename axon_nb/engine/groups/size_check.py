@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import mmap
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,7 +28,8 @@ from torch._C._distributed_c10d import Store
 from axon_nb.engine.frames import describe_call
 from axon_nb.engine.groups.state import GroupsState
 from axon_nb.errors import UsageError
-from axon_nb.records.waits import PUBLIC_NAMES
+from axon_nb.records.stacks import fsdp_tag
+from axon_nb.records.waits import PUBLIC_NAMES, advice_for
 
 _DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(dict.fromkeys(_DTYPES), start=1)}
@@ -61,6 +63,10 @@ _COPIED = {
     "scatter": _OUTPUT,
 }
 _ROOTED = frozenset({"broadcast", "gather", "reduce", "scatter"})
+_BY_FSDP = frozenset(
+    {"_allgather_base", "_reduce_scatter_base", "all_gather_single", "allgather", "reduce_scatter_single"}
+)
+"""Operations that have the number of FSDP's module in the place of the root."""
 _CODES = {
     name: code for code, name in enumerate(sorted({*_REDUCED, *_COPIED, "all_to_all_single", "alltoall_base"}), 1)
 }
@@ -88,8 +94,8 @@ _SPLIT_NUMBER = 1 << 62
 def encode(name: str, args: tuple[Any, ...]) -> int:
     """Encode what one rank passes to a collective; 0: it is not compared.
 
-    From the highest bit: operation (7 bits), root + 1 (11), what it reduces with + 1 (4), dtype (7), number of elements
-    or bytes (34).
+    From the highest bit: operation (7 bits), root + 1 or the number of FSDP's module (11), reduction + 1 (4),
+    dtype (7), number of elements or bytes (34).
     """
     known = _COMPARED.get(name)
     if known is None:
@@ -106,7 +112,9 @@ def encode(name: str, args: tuple[Any, ...]) -> int:
         value = value[0]
     if not isinstance(value, torch.Tensor):
         return 0
-    if rooted:
+    if name in _BY_FSDP:
+        code |= fsdp_tag(sys._getframe()) << _ROOT_AT
+    elif rooted:
         code |= ((1 + int(getattr(args[-1], "rootRank", -1))) & 0x7FF) << _ROOT_AT
     if typed:
         code |= ((1 + _reduction(args[-1])) << _REDUCE_AT) & REDUCTIONS
@@ -250,6 +258,11 @@ class SizeTable:
             raise UsageError(
                 f"Collective mismatch: rank {local} is in {call}, rank {other} in {CALL_NAMES[theirs >> NAME_AT]}, "
                 "on the same group."
+            )
+        if name in _BY_FSDP and (entry ^ theirs) & ROOTS:
+            raise UsageError(
+                f"Collective mismatch: rank {local} is in {call}, rank {other} in another module or call, on the same "
+                f"group.{advice_for([call.partition(' at line ')[0]])}"
             )
         for part in (ROOTS, REDUCTIONS):
             if not (entry ^ theirs) & part:  # they are equal, so they are not the difference

@@ -125,19 +125,19 @@ class Calls:
         if rounds.rank == root:
             staged.store()
 
-    def all_gather(self, parts: Sequence[Tensor], tensor: Tensor, line: int) -> None:
-        """Copy all to all."""
+    def all_gather(self, parts: Sequence[Tensor], tensor: Tensor, line: int, tag: int = 0) -> None:
+        """Copy all to all; `tag` must be equal, too."""
         staged, targets = stage(tensor), stage_all(list(parts), reads=False)
-        self._rounds.begin(fact_of("all_gather", staged.count, dtype=tensor.dtype), line)
+        self._rounds.begin(fact_of("all_gather", staged.count, dtype=tensor.dtype, root=tag - 1), line)
         algorithms.all_gather(self._rounds, staged.address, staged.size, [target.address for target in targets])
         for target in targets:
             target.store()
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, line: int) -> None:
-        """Gather the tensors of all ranks on all ranks, into one tensor."""
+    def all_gather_single(self, output: Tensor, tensor: Tensor, line: int, tag: int = 0) -> None:
+        """Gather the tensors of all ranks on all ranks, into one tensor; `tag` must be equal, too."""
         staged, target = stage(tensor), stage(output, reads=False)
         size = staged.size
-        self._rounds.begin(fact_of("all_gather", staged.count, dtype=tensor.dtype), line)
+        self._rounds.begin(fact_of("all_gather", staged.count, dtype=tensor.dtype, root=tag - 1), line)
         places = (
             range(target.address, target.address + size * self._rounds.size, size) if size else [0] * self._rounds.size
         )
@@ -177,10 +177,13 @@ class Calls:
             algorithms.reduce_scatter_uneven(rounds, places, counts, buffer=buffer, item=item, sums=sums)
         target.store()
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, number: int, sums: Arithmetic, line: int) -> None:
-        """Reduce this rank's part of one tensor."""
+    def reduce_scatter_single(
+        self, output: Tensor, tensor: Tensor, number: int, sums: Arithmetic, line: int, *, tag: int = 0
+    ) -> None:
+        """Reduce this rank's part of one tensor; `tag` must be equal, too."""
         target, source, rounds = stage(output, reads=False), stage(tensor), self._rounds
-        rounds.begin(fact_of("reduce_scatter", target.count, dtype=output.dtype, reduce=number), line)
+        fact = fact_of("reduce_scatter", target.count, dtype=output.dtype, root=tag - 1, reduce=number)
+        rounds.begin(fact, line)
         places = [source.address + rank * target.size for rank in range(rounds.size)]
         buffer, item, start = flat_buffer(target), output.element_size(), rounds.rank * target.size
         own_part = _own_part(source, target)[start : start + target.size]

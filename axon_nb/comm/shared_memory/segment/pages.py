@@ -42,7 +42,8 @@ REDUCE_OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR
 """By number, as in torch's `ReduceOp.RedOpType`."""
 MAX_RANKS = 1000
 UNEVEN = 1022
-"""In the place of the root: a reduce_scatter of parts that differ in size; the count is that of all parts."""
+"""In the place of the root: a reduce_scatter of parts that differ in size; the count is that of all parts. An operation
+of FSDP has the number of its module there."""
 _NUMBERS = {name: number for number, name in enumerate(OPERATIONS, 1)}
 _COUNT_BITS, _ROOT_BITS, _DTYPE_BITS, _REDUCE_BITS = 38, 10, 6, 4
 _ROOT = _COUNT_BITS
@@ -289,7 +290,7 @@ def in_words(fact: int, members: Sequence[int]) -> str:
     count = _field(fact, 0, _COUNT_BITS)
     if words != "barrier":
         words += f" of {_unit(fact)}" if words == "all_to_all" else f" of {count:,} {_unit(fact)}"
-    if 0 < root <= len(members):
+    if 0 < root <= len(members) and not _has_unit(fact):
         words += f" {'to' if words.startswith(('gather', 'reduce')) else 'from'} rank {members[root - 1]}"
     return words
 
@@ -313,7 +314,8 @@ def mismatch(calls: Sequence[tuple[int, str]], members: Sequence[int]) -> str:
         if fact:
             same.setdefault((fact, place), []).append(members[rank])
     advice = advice_for(place.partition(" at line ")[0] for _, place in same)
-    if len({_field(fact, _OPERATION, 5) for fact, _ in same}) > 1:
+    units = {_field(fact, _ROOT, _ROOT_BITS) for fact, _ in same if _has_unit(fact)}
+    if len({_field(fact, _OPERATION, 5) for fact, _ in same}) > 1 or len(units) > 1:
         parts = [
             f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {place}" for (_, place), ranks in same.items()
         ]
@@ -330,11 +332,16 @@ def mismatch(calls: Sequence[tuple[int, str]], members: Sequence[int]) -> str:
     return f"{where}{', '.join(parts)}; all ranks of a group must pass the same.{advice}"
 
 
+def _has_unit(fact: int) -> bool:
+    """Whether a call has no root, and may have the number of a module in its place."""
+    return operation_of(fact) in ("all_gather", "reduce_scatter") and _field(fact, _ROOT, _ROOT_BITS) != UNEVEN + 1
+
+
 def _passed(fact: int, members: Sequence[int], *, root: bool, reduction: bool) -> str:
     """What a rank passes, such as ``4 float32 with root rank 1``."""
     text = _unit(fact) if operation_of(fact) == "all_to_all" else f"{_field(fact, 0, _COUNT_BITS):,} {_unit(fact)}"
     number = _field(fact, _ROOT, _ROOT_BITS)
-    if root and 0 < number <= len(members):
+    if root and 0 < number <= len(members) and not _has_unit(fact):
         text += f" with root rank {members[number - 1]}"
     if number == UNEVEN + 1:
         text += " in uneven parts"
