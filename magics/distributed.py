@@ -213,6 +213,7 @@ def export_session(shell: Any, options: argparse.Namespace) -> str:
 def _doctor_parser() -> LineParser:
     parser = LineParser("%distributed doctor", "Check this machine and installation; shows a fix for each problem.")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--hosts", default=None, help="check the nodes of ray or ray:ADDRESS instead")
     return parser
 
 
@@ -225,7 +226,7 @@ def doctor(options: argparse.Namespace) -> None:
     """
     from axon_nb.doctor.examine import examine
 
-    report = examine()
+    report = examine(options.hosts)
     print(report.json() if options.json else report.text())
 
 

@@ -239,7 +239,10 @@ def _amounts(cpus: float, gpus: float) -> str:
 def _connected(address: str) -> Iterator[Any]:
     import ray
 
+    host, _, port = address.rpartition(":")
     try:
+        if port.isdigit():  # Ray itself would try for a minute
+            socket.create_connection((host.rpartition("/")[2], int(port)), 5.0).close()
         ray.init(address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
