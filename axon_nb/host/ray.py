@@ -84,7 +84,7 @@ class Keeper:
         self._lock = threading.Lock()
         self._running, self._idle_since = 0, time.monotonic()
         self._hosts: dict[int, Any] = {}
-        self._facts: dict[int, dict[str, str]] = {}
+        self._facts: dict[str, dict[str, str]] = {}
         threading.Thread(target=self._end_when_idle, daemon=True).start()
 
     def placed(self) -> bool:
@@ -117,7 +117,8 @@ class Keeper:
                 facts = ray.get(host.join.remote(address, name, key), timeout=self._patience_s)
             except Exception as error:  # of Ray: its node died, or could not start the actor
                 facts = {"failure": str(error).strip().splitlines()[-1]}
-            self._facts[index] = facts
+            with self._lock:
+                self._facts[name] = facts
             if "failure" in facts:
                 ray.kill(host)
                 time.sleep(_RETURN_S)  # for `place` to ask why
@@ -130,14 +131,11 @@ class Keeper:
                 if not self._running:
                     self._end()
 
-    def facts(self, indices: Sequence[int]) -> dict[int, dict[str, str]]:
-        """Return the facts of those hosts that have joined, or failed to."""
-        return {index: self._facts[index] for index in indices if index in self._facts}
-
-    def forget(self, indices: Sequence[int]) -> None:
-        """Forget what is known of these hosts."""
-        for index in indices:
-            self._facts.pop(index, None)
+    def facts(self) -> dict[str, dict[str, str]]:
+        """Return, once, the facts of those hosts that have joined, or failed to."""
+        with self._lock:
+            found, self._facts = self._facts, {}
+        return found
 
     def _end_when_idle(self) -> None:
         while self._running or time.monotonic() - self._idle_since < self._patience_s:
@@ -223,7 +221,7 @@ def missing(survey: Mapping[str, Any], num_ranks: int, gpus_per_rank: int) -> st
     held = ", ".join(f"{name!r} {_amounts(*amounts)}" for name, amounts in survey["groups"].items())
     return (
         f"Ray has no room for {num_ranks} rank{'s' * (num_ranks != 1)} with {each} each. Free: {free or 'no node'}. "
-        f"Placement groups that hold the rest: {held or 'none'}. Use a smaller `-n`, or wait until they end."
+        f"Placement groups: {held or 'none'}. Use a smaller `-n`, or wait for room."
     )
 
 
@@ -316,20 +314,18 @@ def place(request: Mapping[str, Any], key: str) -> dict[str, dict[str, str]]:
                     wanted = [request["bundles"][index] for index in hosts.values()]
                     raise Refused(missing(survey, sum(one["CPU"] for one in wanted), int("GPU" in wanted[0])))
                 time.sleep(_POLL_S)
-            indices = list(hosts.values())
-            ray.get(keeper.forget.remote(indices))
+            ray.get(keeper.facts.remote())  # of an earlier attempt
             for name, index in hosts.items():
                 keeper.run.remote(index, request["join"], name, key)
-            while True:
-                facts = ray.get(keeper.facts.remote(indices))
+            facts: dict[str, dict[str, str]] = {}
+            while len(facts) < len(hosts):
+                facts |= ray.get(keeper.facts.remote())
                 for one in facts.values():
                     if "failure" in one:
-                        raise Refused(
-                            f"node {one.get('node', 'unknown')} ({one.get('ip', 'no address')}): {one['failure']}"
-                        )
-                if len(facts) == len(hosts):
-                    return {name: facts[index] for name, index in hosts.items()}
+                        where = f"node {one['node']} ({one['ip']}): " if "node" in one else ""
+                        raise Refused(f"{where}{one['failure']}")
                 time.sleep(_POLL_S)
+            return facts
         except BaseException:
             if created:
                 ray.kill(keeper)

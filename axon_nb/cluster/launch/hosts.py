@@ -567,7 +567,7 @@ def _started(
             )
             programs.append(_Program(option.launcher, option.hosts, python, folder).start(command, key))
         elif option.ray is not None:
-            command = place_command(option.ray, option.hosts, run_dir.name, address, 0.9 * timeout_s)
+            command = place_command(option.ray, option.hosts, run_dir.name, address, timeout_s / 2)
             programs.append(_Program("ray", option.hosts, sys.executable, folder).start(command, key))
         elif option.launcher == "ssh":
             for host in option.hosts:
