@@ -79,10 +79,15 @@ def _json_argument(parser: CommandParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _doctor_arguments(parser: CommandParser) -> None:
+    _json_argument(parser)
+    parser.add_argument("--hosts", default=None, help="check the nodes of ray or ray:ADDRESS instead")
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from axon_nb.doctor.examine import examine
 
-    report = examine()
+    report = examine(options.hosts)
     print(report.json() if options.json else report.text())
     return report.status
 
@@ -159,7 +164,7 @@ _COMMANDS: Mapping[str, ProgramCommand] = {
         "check this machine and installation",
         "Show versions, what works with this torch, GPUs, limits, network and clusters, and a fix for each problem. "
         "Exit status: 1 if there is a problem, else 0. Example: axon-nb doctor --json",
-        _json_argument,
+        _doctor_arguments,
         _doctor,
     ),
     "export": ProgramCommand(

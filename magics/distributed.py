@@ -213,6 +213,7 @@ def export_session(shell: Any, options: argparse.Namespace) -> str:
 def _doctor_parser() -> LineParser:
     parser = LineParser("%distributed doctor", "Check this machine and installation; shows a fix for each problem.")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--hosts", default=None, help="check the nodes of ray or ray:ADDRESS instead")
     return parser
 
 
@@ -225,7 +226,7 @@ def doctor(options: argparse.Namespace) -> None:
     """
     from axon_nb.doctor.examine import examine
 
-    report = examine()
+    report = examine(options.hosts)
     print(report.json() if options.json else report.text())
 
 
@@ -294,7 +295,9 @@ def _start_parser() -> LineParser:
     parser.add_argument(
         "--interface", default=None, help="network interface through which ranks on other hosts connect"
     )
-    parser.add_argument("--hosts", default=None, help="other hosts with ranks: ssh:a,b, slurm, mpi:a,b or join")
+    parser.add_argument("--hosts", default=None, help="other hosts with ranks: ssh:a,b, slurm, mpi:a,b, join or ray")
+    parser.add_argument("--gpus-per-rank", type=_number, default=None, help="GPUs that Ray reserves for a rank: 0 or 1")
+    parser.add_argument("--placement", default=None, help="how Ray places ranks on its nodes: pack or spread")
     parser.add_argument(
         "--protect", nargs="?", const="on", metavar="K", help="keep every step, or every K-th, for dead ranks"
     )
@@ -483,6 +486,8 @@ class DistributedMagics(Magics):
                 name=options.name,
                 interface=options.interface,
                 hosts=options.hosts,
+                gpus_per_rank=options.gpus_per_rank,
+                placement=options.placement,
                 force=options.force,
                 on_progress=progress.show,
             )

@@ -12,6 +12,7 @@ from axon_nb.cluster.launch.placement import plan_layout
 from axon_nb.doctor import installation
 from axon_nb.doctor.clusters import FoundCluster, clusters, find_clusters, rank_names
 from axon_nb.doctor.machine import NVML, gpus, host, limits, network
+from axon_nb.doctor.ray import ray
 from axon_nb.doctor.report import Finding, Report, Section
 
 _SELF_TEST_TIMEOUT_S = 120.0
@@ -19,12 +20,21 @@ _TORCH_TIMEOUT_S = 120.0
 _NVML_TIMEOUT_S = 30.0
 
 
-def examine() -> Report:
+def examine(hosts: str | None = None) -> Report:
     """Check this machine and installation, as seen by this process.
 
     Takes as long as importing torch twice and FSDP once; on the first run with a torch build the self-test adds some
     seconds.
+
+    Args:
+        hosts: The option `--hosts` of a start: ``ray`` or ``ray:ADDRESS``, of which alone the nodes are checked.
+
+    Raises:
+        UsageError: it is another.
     """
+    title = f"axon_nb {__version__} doctor, {time.strftime('%Y-%m-%d %H:%M %Z')}"
+    if hosts is not None:
+        return Report(title, (ray(hosts),))
     with contextlib.ExitStack() as children:
 
         def child(arguments: tuple[str, ...], timeout_s: float) -> installation.Child:
@@ -61,7 +71,7 @@ def examine() -> Report:
             *host_sections,
             running,
         )
-    return Report(f"axon_nb {__version__} doctor, {time.strftime('%Y-%m-%d %H:%M %Z')}", sections)
+    return Report(title, sections)
 
 
 def _try(name: str, section: Callable[[], Section]) -> Section:

@@ -164,7 +164,7 @@ def test_imports_are_declared(project: dict[str, Any], package_files: list[Path]
     extras = project["optional-dependencies"]
     texts = (
         *project["dependencies"],
-        *(text for extra in ("gpu", "frameworks", "lab", "mcp", "test") for text in extras[extra]),
+        *(text for extra in ("gpu", "frameworks", "lab", "mcp", "ray", "test") for text in extras[extra]),
         *TRACKERS,
     )
     declared = {canonicalize_name(Requirement(text).name) for text in texts}

@@ -1,8 +1,9 @@
 """The hosts besides the notebook's: which they are, how many ranks each gets, and how their agents are started.
 
-`ssh` starts the agents once per host, `srun` or `mpiexec` once for all. Each runs `axon-nb host --join` on the other
-hosts. That reads the cluster's key from standard input, or from the environment with `mpiexec`, which gives its input
-to one process: the key is in no command line. What starts an agent here lives as long as that agent.
+`ssh` starts the agents once per host, `srun`, `mpiexec` or Ray once for all. Each runs `axon-nb host --join` on the
+other hosts. That reads the cluster's key from standard input, or from the environment with `mpiexec`, which gives its
+input to one process: the key is in no command line. What starts an agent here lives as long as that agent; with Ray,
+until it has joined.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
 
 from axon_nb.cluster.launch.connection import Connection
 from axon_nb.cluster.launch.placement import Layout, interface_ip
+from axon_nb.cluster.launch.ray import RayOption, describe_placed, find_room, parse_ray, place_command
 from axon_nb.errors import StartError, UsageError
 from axon_nb.host.connections import link_key
 from axon_nb.records.environment import JOIN_KEY, SLURM_JOB, SLURM_NODE
 from axon_nb.records.protocol.agent import GetInfo, ServeHosts
 
-_USES = "join, join:2, ssh:a,b, slurm, slurm:JOB or mpi:a,b"
+_USES = "join, join:2, ssh:a,b, slurm, slurm:JOB, mpi:a,b, ray or ray:ADDRESS"
 _QUERY_TIMEOUT_S = 20.0
 # The first value of an option holds: what the user configured comes before these. Passwords cannot be asked for. A
 # connection that other programs may use would outlive the cluster.
@@ -59,11 +61,13 @@ _FIX = {
     "ssh": " Make sure that `ssh {host}` works in a terminal.",
     "slurm": " Make sure that `srun --jobid=JOB --overlap hostname` works in a terminal.",
     "mpi": " Make sure that `mpiexec --host {host} hostname` works in a terminal.",
+    "ray": "",
 }
 _INSTALL = {
     "ssh": "install it there, or set `c.SSHLauncher.remote_python` in ipcluster_config.py to a Python that has it",
     "slurm": "install it in an environment on a disk that the nodes share, and start the notebook from that",
     "mpi": "install it in the same folder there",
+    "ray": "install it in the image or the runtime environment that Ray uses",
 }
 
 
@@ -73,17 +77,20 @@ class HostsOption(Struct, frozen=True):
     text: str
     """The option."""
     launcher: str
-    """``join``, ``ssh``, ``slurm`` or ``mpi``."""
+    """``join``, ``ssh``, ``slurm``, ``mpi`` or ``ray``."""
     hosts: tuple[str, ...]
     """The names of the other hosts; empty ones for `join`, where they name themselves."""
     counts: tuple[int, ...]
     """How many ranks the notebook's host and each of the others get."""
     job: str = ""
     """The Slurm job whose nodes they are."""
+    ray: RayOption | None = None
 
 
 def parse_hosts(text: str, num_ranks: int) -> HostsOption:
     """Parse `--hosts`: ``join:2``, ``ssh:a,b=4``, ``ssh`` (ipyparallel's configuration), ``slurm:JOB`` or ``mpi:a,b``.
+
+    With ``ray`` the hosts are those on which Ray has room: `with_room`.
 
     Args:
         text: The option.
@@ -107,7 +114,34 @@ def parse_hosts(text: str, num_ranks: int) -> HostsOption:
         job, nodes, here = find_job(names)
         counts = _spread(text, [None if here else 0, *[None] * len(nodes)], num_ranks)
         return HostsOption(text, launcher, nodes, counts, job)
+    if launcher == "ray":
+        return HostsOption(text, launcher, (), (), ray=parse_ray(text))
     raise UsageError(f"--hosts must be {_USES}; got {text}.")
+
+
+def with_room(
+    option: HostsOption | None, layout: Layout, ip: str | None, *, cpu: bool, backend: str
+) -> tuple[HostsOption | None, Layout, str | None]:
+    """With Ray, find the hosts, on which all ranks are, their devices, and the address on which they reach this host.
+
+    Args:
+        option: What `--hosts` asks for, if anything.
+        layout: What was planned.
+        ip: What `own_address` found.
+        cpu: Whether ranks are to use CPUs only.
+        backend: The backend that was asked for, or ``auto``.
+
+    Returns:
+        All three, unchanged without Ray.
+
+    Raises:
+        StartError: Ray cannot be reached, or has no room; the message says what is missing.
+    """
+    if option is None or option.ray is None:
+        return option, layout, ip
+    ray, layout, node = find_room(option.ray, layout, cpu=cpu, backend=backend)
+    option = HostsOption(ray.text, "ray", ray.hosts, (0, *ray.bundles), ray=ray)
+    return option, layout, ip or address_towards(node, option.text)
 
 
 def _named(text: str, names: str) -> dict[str, int | None]:
@@ -138,7 +172,7 @@ def _spread(text: str, wanted: Sequence[int | None], num_ranks: int) -> tuple[in
 
 
 def own_address(interface: str | None, others: HostsOption | None, engines: str) -> str | None:
-    """Return the address of this host on which ranks on other hosts reach it; None: there are none.
+    """Return the address of this host on which ranks on other hosts reach it; None: there are none, or Ray has them.
 
     Args:
         interface: The network interface, or its address; None: the one that leads to the first of the other hosts.
@@ -156,7 +190,7 @@ def own_address(interface: str | None, others: HostsOption | None, engines: str)
                 f"--interface {interface}: all ranks are on this host; use `--hosts ssh:NAME` or `--hosts join`."
             )
         return interface_ip(interface)
-    if others is None:
+    if others is None or others.launcher == "ray":
         return None
     if others.launcher == "join":
         raise UsageError(
@@ -164,14 +198,26 @@ def own_address(interface: str | None, others: HostsOption | None, engines: str)
             "one: `%distributed doctor` lists them."
         )
     find_address = node_address if others.launcher == "slurm" else ssh_address
-    name = find_address(others.hosts[0])
+    return address_towards(find_address(others.hosts[0]), others.text)
+
+
+def address_towards(name: str, option: str) -> str:
+    """Return the address from which this host reaches another.
+
+    Args:
+        name: The other host's name or address.
+        option: What `--hosts` asked for.
+
+    Raises:
+        UsageError: the name cannot be resolved.
+    """
     try:
         with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
             probe.connect((name, 9))  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
         raise UsageError(
-            f"--hosts {others.text}: cannot resolve {name} ({error.strerror}). Correct its name, or use `--interface "
+            f"--hosts {option}: cannot resolve {name} ({error.strerror}). Correct its name, or use `--interface "
             "NAME` to name the network interface on which it reaches this host."
         ) from None
 
@@ -394,7 +440,8 @@ def start_missing(connection: Connection, layout: Layout, text: str, ranks: Iter
             break
         time.sleep(_POLL_S)
     if missing:
-        option = HostsOption(text, launcher, missing, (), job or SLURM_JOB.get())
+        ray = parse_ray(text) if launcher == "ray" else None
+        option = HostsOption(text, launcher, missing, (), job or SLURM_JOB.get(), ray)
         try:
             _start(connection, option, timeout_s=_RESTART_TIMEOUT_S)
         except StartError as error:
@@ -416,7 +463,7 @@ def _start(connection: Connection, option: HostsOption, *, timeout_s: float) -> 
             flush=True,
         )
     before = agent.call(GetInfo())
-    with _started(option, address, key, connection.run_dir.path / "log") as programs:
+    with _started(option, address, key, connection.run_dir.path, timeout_s) as programs:
         end = time.monotonic() + timeout_s
         while len(new := {*(state := agent.call(GetInfo())).hosts} - {*before.hosts}) < others:
             if len(state.hosts_refused) > len(before.hosts_refused):
@@ -429,6 +476,11 @@ def _start(connection: Connection, option: HostsOption, *, timeout_s: float) -> 
                     f"{connection.ip}, port {port}."
                 )
             time.sleep(_POLL_S)
+        if option.ray is not None:
+            (program,) = programs
+            program.process.wait(timeout_s)
+            program.raise_if_failed()
+            print("\n".join(describe_placed(program.output.read_text(), option.ray)), flush=True)
     return list(state.hosts)
 
 
@@ -477,7 +529,7 @@ class _Program:
         code = self.process.poll()
         lines = [line.strip() for line in self.output.read_text(errors="replace").splitlines() if line.strip()]
         own = [line.partition(_OWN_MESSAGE)[2] for line in lines if line.startswith(_OWN_MESSAGE)]
-        if code is None and not own:
+        if not own and (code is None or (code == 0 and self.launcher == "ray")):  # Ray runs what it has placed
             return
         host, several = self.hosts[0], len(self.hosts) > 1
         who = f"One of the hosts {', '.join(self.hosts)}" if several else f"The host {host!r}"
@@ -500,9 +552,12 @@ class _Program:
 
 
 @contextlib.contextmanager
-def _started(option: HostsOption, address: str, key: bytes, folder: Path) -> Iterator[list[_Program]]:
+def _started(
+    option: HostsOption, address: str, key: bytes, run_dir: Path, timeout_s: float
+) -> Iterator[list[_Program]]:
     """Start the programs; if the caller raises, terminate them: agents that have not joined then find no cluster."""
     programs: list[_Program] = []
+    folder = run_dir / "log"
     try:
         if option.launcher in ("slurm", "mpi"):
             command, python = (
@@ -511,6 +566,9 @@ def _started(option: HostsOption, address: str, key: bytes, folder: Path) -> Ite
                 else srun_command(option.job, option.hosts, address)
             )
             programs.append(_Program(option.launcher, option.hosts, python, folder).start(command, key))
+        elif option.ray is not None:
+            command = place_command(option.ray, option.hosts, run_dir.name, address, timeout_s / 2)
+            programs.append(_Program("ray", option.hosts, sys.executable, folder).start(command, key))
         elif option.launcher == "ssh":
             for host in option.hosts:
                 command, python = ssh_command(host, address)

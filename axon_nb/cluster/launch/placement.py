@@ -247,7 +247,7 @@ def place_ranks(layout: Layout, rank_info: Sequence[EngineInfo], *, threads_per_
         StartError: a host has fewer GPUs than NCCL needs.
     """
     hosts = list(dict.fromkeys(info.host for info in rank_info))
-    if len(hosts) == 1:
+    if len(hosts) == 1 and not layout.host_of(0):
         size = len(rank_info)
         return [Placement(rank, size, 0, layout.devices[rank], layout.threads) for rank in range(size)]
     placements = []

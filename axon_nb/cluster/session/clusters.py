@@ -24,8 +24,9 @@ from axon_nb.cluster.inspection.variables import PREDEFINED
 from axon_nb.cluster.launch import compatibility
 from axon_nb.cluster.launch.connection import Connection, default_name, in_kernel, kernel_id, open_existing, open_new
 from axon_nb.cluster.launch.engines import join_world, launch_engines, launcher_class, stop_engines
-from axon_nb.cluster.launch.hosts import await_hosts, own_address, parse_hosts
+from axon_nb.cluster.launch.hosts import await_hosts, own_address, parse_hosts, with_room
 from axon_nb.cluster.launch.placement import LOOPBACK, Layout, plan_layout, raise_if_over_quota, raise_if_too_few
+from axon_nb.cluster.launch.ray import with_ray_options
 from axon_nb.cluster.rpc import request_all, wait_for_output
 from axon_nb.cluster.session import current
 from axon_nb.cluster.session.current import NotebookSession
@@ -86,6 +87,8 @@ def start(
     name: str | None = None,
     interface: str | None = None,
     hosts: str | None = None,
+    gpus_per_rank: int | None = None,
+    placement: str | None = None,
     force: bool = False,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Cluster:
@@ -99,8 +102,10 @@ def start(
         name: Name of the cluster, unique among the user's clusters; None: the notebook's name, or ``default``.
         interface: Network interface of this host, or its IPv4 address, on which ranks on other hosts reach it; None:
             all ranks are on this host, and only Unix sockets and loopback are opened.
-        hosts: Other hosts that run ranks, too: ``ssh:a,b``, ``slurm`` or ``slurm:JOB``, ``join`` or ``join:2``; None:
-            there are none.
+        hosts: Other hosts that run ranks, too: ``ssh:a,b``, ``slurm`` or ``slurm:JOB``, ``join`` or ``join:2``; or
+            ``ray`` or ``ray:ADDRESS``, which then run all of them; None: there are none.
+        gpus_per_rank: How many GPUs Ray reserves for each rank, 0 or 1; None: 1 if it has GPUs.
+        placement: ``pack``: Ray places the ranks on few nodes; ``spread``: evenly on all; None: ``pack``.
         force: Whether to stop ranks that this notebook left running even while a cell runs there.
         on_progress: Called with texts such as ``Starting 4 ranks … 3 of 4``.
 
@@ -118,15 +123,14 @@ def start(
     layout = plan()
     launcher = engines or ("axon" if hasattr(os, "fork") and os.path.isdir("/proc") else "local")
     launcher_class(launcher)
+    hosts = with_ray_options(hosts, gpus_per_rank, placement)
     others = None if hosts is None else parse_hosts(hosts, layout.num_ranks)
     ip = own_address(interface, others, launcher)
     if _make_room(session, force=force):
         layout = plan()  # with the GPUs that are free now
     cluster_name = _free_name(name)
-    raise_if_too_few(layout.num_ranks)
-    raise_if_over_quota(layout.num_ranks)
-    for note in layout.notes:
-        print(note)
+    _check_number(layout)
+    others, layout, ip = with_room(others, layout, ip, cpu=devices == "cpu", backend=backend)
     starting = f"Starting {'1 rank' if layout.num_ranks == 1 else f'{layout.num_ranks} ranks'} …"
     on_progress(starting)
     if not several_hosts:
@@ -160,7 +164,7 @@ def start(
             name=cluster_name,
             engines=launcher,
             ip=connection.ip,
-            hosts=hosts or "",
+            hosts="" if others is None else others.text,
             world_size=layout.num_ranks,
             version=own_version(),
             **settings_facts(chosen_settings),
@@ -178,6 +182,13 @@ def start(
     session.put(cluster)
     Endpoint(cluster, lambda: session.settings.share).start()
     return cluster
+
+
+def _check_number(layout: Layout) -> None:
+    raise_if_too_few(layout.num_ranks)
+    raise_if_over_quota(layout.num_ranks)
+    for note in layout.notes:
+        print(note)
 
 
 def _reserve_gpus(connection: Connection, layout: Layout, name: str, *, shares: bool) -> None:

@@ -1,0 +1,131 @@
+"""`--hosts ray`: a real Ray whose head and two nodes are raylets on this machine places the ranks and returns them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.processes import until
+from tests.support.script import Script, command_lines
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+    pytest.mark.timeout(600),
+]
+CELL = "import os; t = torch.ones(1); dist.all_reduce(t); (os.environ['AXON_NB_HOST'], globals().get('kept'), t.item())"
+FREE = "ray.available_resources().get('CPU', 0.0)"
+START_RAY = """
+import ray
+from ray.cluster_utils import Cluster
+
+def started(node):
+    for _ in range(4):  # a raylet gives up after 15 s, in which its helpers may not start on a busy machine
+        try:
+            return node()
+        except Exception as error:
+            failed = error
+    raise failed
+
+light = {"include_dashboard": False, "include_log_monitor": False}
+head = {"num_cpus": 0, "no_monitor": True, **light}
+cluster = started(lambda: Cluster(initialize_head=True, head_node_args=head))
+nodes = [started(lambda: cluster.add_node(num_cpus=2, **light)) for _ in range(2)]
+_ = ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+"""
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
+    """A process that has started Ray: a head without CPUs, and two nodes with two each."""
+    with Script(tmp_path_factory.mktemp("ray"), RAY_USAGE_STATS_ENABLED="0") as ray:
+        try:
+            ray.ok(START_RAY, timeout=500)
+            yield ray
+        finally:
+            ray.run("cluster.shutdown()")
+
+
+@pytest.fixture(scope="module")
+def hosts(ray: Script) -> str:
+    """The option."""
+    return f"hosts='ray:{ray.value('cluster.address')}'"
+
+
+@pytest.fixture
+def script(ray: Script, tmp_path: Path) -> Iterator[Script]:
+    """A notebook's process."""
+    with Script(tmp_path) as script:
+        script.ok("import axon_nb")
+        yield script
+
+
+def _is_free(ray: Script, cpus: float) -> bool:
+    return until(lambda: ray.value(FREE) == cpus)
+
+
+def test_ranks_run_where_ray_places_them_and_stop_returns_the_room(ray: Script, hosts: str, script: Script) -> None:
+    started = script.ok(f"c = axon_nb.start(4, {hosts})", timeout=230)
+    assert "Ray placed ray-1 (2 ranks) on " in started.out
+    assert script.value(f"dict(c.run({CELL!r}).values)") == {r: (f"ray-{r // 2}", None, 4.0) for r in range(4)}
+    key = script.value("c.connection.client.session.key.decode()")
+    assert not [line for line in command_lines(psutil.process_iter()) if key in line]
+    assert ray.value(FREE) == 0.0
+    refused = script.run("c.resize(5)")
+    assert refused.message.startswith("Ray has reserved resources for 4 ranks, and a placement group cannot grow.")
+    script.ok("c.stop()")
+    assert _is_free(ray, 4.0)
+    assert until(lambda: not script.others()), command_lines(script.others())
+
+
+def test_full_cluster_says_what_is_missing_and_who_has_it(ray: Script, hosts: str, script: Script) -> None:
+    ray.ok("group = ray.util.placement_group([{'CPU': 2}, {'CPU': 1}], name='train'); _ = ray.get(group.ready())")
+    refused = script.run(f"axon_nb.start(2, {hosts})")
+    assert refused.kinds[0] == "StartError"
+    assert refused.message.startswith("Ray has no room for 2 ranks with 1 CPU each. Free: ")
+    assert "1 of 2 CPUs" in refused.message
+    assert "Placement groups: 'train' 3 CPUs." in refused.message
+    ray.ok("ray.util.remove_placement_group(group)")
+    assert not script.others()
+
+
+def test_notebook_that_is_killed_is_attached_to_and_ray_gets_its_room_back_after_keep_alive(
+    ray: Script, hosts: str, script: Script, tmp_path: Path
+) -> None:
+    ray.ok("group = ray.util.placement_group([{'CPU': 2}], name='train'); _ = ray.get(group.ready())")
+    script.ok(f"c = axon_nb.start(2, {hosts}, name='kept')", timeout=230)
+    script.ok("c.run('kept = rank')")
+    script.process.kill()
+    script.process.wait(60)
+    with Script(tmp_path) as second:
+        second.ok("import axon_nb\nfrom axon_nb.cluster.session import current\nc = axon_nb.attach('kept')")
+        assert second.value(f"dict(c.run({CELL!r}).values)") == {0: ("ray-0", 0, 2.0), 1: ("ray-0", 1, 2.0)}
+        second.ok("current.session().settings.set('keep_alive=1s')")
+        assert ray.value(FREE) == 0.0
+        second.process.kill()
+        second.process.wait(60)
+        assert _is_free(ray, 2.0)  # the other placement group keeps its own
+        assert until(lambda: not script.others() and not second.others()), command_lines(script.others())
+    ray.ok("ray.util.remove_placement_group(group)")
+
+
+def test_rank_of_a_killed_raylet_is_reported_and_repaired_where_ray_has_room(
+    ray: Script, hosts: str, script: Script
+) -> None:
+    script.ok(f"c = axon_nb.start(2, {hosts}, placement='spread')", timeout=230)
+    script.ok("c.run('kept = rank')")
+    pid = script.value("dict(c.run('import os; os.getpid()').values)[1]")
+    (raylet,) = [one for one in psutil.Process(pid).parents() if one.name() == "raylet"]
+    script.submit("c.run('import time\\nif rank == 1: time.sleep(100)\\ndist.barrier()')")
+    raylet.kill()
+    ray.ok(f"import os; os.waitpid({raylet.pid}, 0)")  # Ray's workers outlive a zombie
+    lost = script.collect()
+    assert "lost with its host 'ray-1'" in lost.message
+    script.ok("c.repair()", timeout=230)
+    assert script.value(f"dict(c.run({CELL!r}).values)") == {0: ("ray-0", 0, 2.0), 1: ("ray-1", None, 2.0)}
+    script.ok("c.stop()")
+    assert _is_free(ray, 2.0)
+    assert until(lambda: not script.others()), command_lines(script.others())
