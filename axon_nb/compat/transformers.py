@@ -5,7 +5,9 @@ tokens on each rank that is not seeded alike. So each rank notes numbers of the 
 split layer gets, which unseeded dropout changes. The notebook compares them when the cell ends: the ranks exchange
 nothing.
 
-Private hook: the function that splits a model. Without it nothing is noted.
+It also restores the cache of a generation that is interrupted.
+
+Private hooks: the function that splits a model, without which nothing is noted; `generate` and the layers of a cache.
 """
 
 from __future__ import annotations
@@ -69,6 +71,8 @@ def keep_caches(utils: ModuleType) -> None:
     Args:
         utils: The module ``transformers.generation.utils``, just imported.
     """
+    if missing_hooks("transformers.generate", utils=utils):
+        return
     original = utils.GenerationMixin.generate
 
     @functools.wraps(original)

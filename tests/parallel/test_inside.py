@@ -360,8 +360,45 @@ def test_one_process(tmp_path: Path) -> None:
     assert seen.words[5] == "5"
     with torch.no_grad(), inside.replace(model, {"layers.2": seen["layers.2"][0].flip(1)}):
         assert torch.allclose(model(tokens).logits, logits.flip(1), atol=1e-6)
-    with inside.record(model, "mlp") as few, pytest.raises(UsageError, match="none was recorded"):
+    with inside.record(model, "mlp") as few:
+        pass
+    with pytest.raises(UsageError, match="none was recorded"):
         inside.lens(model, few)
+
+
+@pytest.mark.parametrize("way", ["model", "blocks", "function"])
+def test_compiled_models_are_seen_and_changed(way: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    model: Any = torch.compile(plain, backend="eager") if way == "model" else plain
+    if way == "blocks":
+        plain[1].compile(backend="eager")
+
+    def calling(x: torch.Tensor) -> torch.Tensor:
+        return model(x) + 0
+
+    call = torch.compile(calling, backend="eager") if way == "function" else model
+    x = torch.ones(1, 4)
+    before = call(x)
+    with inside.record(model, "1.0") as seen:
+        call(x)
+    with inside.replace(model, {"1.0": 2.0}):
+        assert torch.equal(call(x), torch.full((1, 4), 2.0))
+    assert torch.equal(seen["1.0"][0].relu(), before)
+    assert torch.equal(call(x), before)
+
+
+def test_module_with_two_names_is_one_place() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    x = torch.ones(1, 4)
+    with inside.record(model, "*") as seen, inside.record(model, "2") as second:
+        model(x)
+    assert [(name, len(values)) for name, values in seen.items()] == [("0", 2), ("1", 1)]
+    assert len(second["2"]) == 2
+    wanted = shared((shared(x) + 1).relu() + 1) + 1
+    with inside.add(model, {"*": 1.0}):
+        assert torch.allclose(model(x), wanted)
 
 
 def _on_one_rank(world: World) -> None:
@@ -379,6 +416,8 @@ def _on_one_rank(world: World) -> None:
     else:
         with pytest.raises(UsageError, match=r"^block0.up has no values here: they are on rank 1\.$"):
             seen["block0.up"]
+    with pytest.raises(UsageError, match="to=2 must be a rank, 0 to 1, or None"), inside.record(model, "up", to=2):
+        pass
     wanted = "recording 2 places takes about 4 KiB for each call of the model, 6 KiB so far, and limit= is 5000 B;"
     with pytest.raises(UsageError, match=wanted), inside.record(model, "block*.up", limit=5000, dtype=torch.bfloat16):
         _call_often(model, tokens)
@@ -396,11 +435,13 @@ def test_one_rank_has_the_values_and_memory_is_bounded(worlds: dict[int, RankWor
 
 def test_bad_input_is_explained() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.TransformerEncoderLayer(8, 2) for _ in range(2)])})
-    for place, message in {
+    wrong: dict[Any, str] = {
         "layers.*.self_atn": r"no module of this rank is named 'layers.\*.self_atn'; there are layers.\d.self_attn",
         "layers.*.linear1:inputs": r"'layers.\*.linear1:inputs': 'inputs' must be output, input, heads or attention\.",
         "layers.*:heads": r"layers.0 is not known as an attention: it needs a linear layer named o_proj, ",
-    }.items():
+        3: r"a place is the name of a module, or a pattern of names; got 3\.",
+    }
+    for place, message in wrong.items():
         with pytest.raises(UsageError, match=message), inside.record(model, place):
             pass
     layer: Any = model["layers"]
@@ -412,8 +453,18 @@ def test_bad_input_is_explained() -> None:
         inside.add(model, {"layers.0.linear1": torch.ones(7)}),
     ):
         layer[0](x)
-    with inside.record(model, "linear1", "linear2") as seen:
+    with (
+        pytest.raises(UsageError, match="linear1: a value is a number or a tensor; got '3'"),
+        inside.replace(model, {"linear1": lambda value: "3"}),
+    ):
         layer[0](x)
+    with inside.record(model, "linear1", "linear2") as seen:
+        with pytest.raises(
+            UsageError, match=r"layers.0.linear1 has no values here: its context has not ended, or fail"
+        ):
+            seen["0.linear1"]
+        layer[0](x)
+    assert (seen.get("0.linear3"), len(seen.get("0.linear1"))) == (None, 1)
     with pytest.raises(UsageError, match=r"'linear1' must be one recorded place; recorded were layers.0.linear1, "):
         seen["linear1"]
     with pytest.raises(UsageError, match=r"layers.1.linear1 has no values here: the module was not called in the con"):
