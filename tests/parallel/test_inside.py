@@ -320,6 +320,8 @@ def _other_ways(world: World, folder: str) -> None:
     answers = [model.generate(tokens, max_new_tokens=3, do_sample=False) for model in (one, staged, sharded)]
     assert torch.equal(answers[0], answers[1])
     assert torch.equal(answers[0], answers[2])
+    more = {"max_new_tokens": 2 + world.rank(), "do_sample": False}
+    assert torch.equal(sharded.generate(tokens, synced_gpus=True, **more), one.generate(tokens, **more))
 
 
 @pytest.mark.timeout(600)
