@@ -16,9 +16,8 @@ maps, as (batch, heads, positions, positions), where the model returns them.
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -99,7 +98,7 @@ class _Tap:
 @contextmanager
 def _attached(actions: Sequence[tuple[_Place, Callable[..., Any], bool]]) -> Iterator[None]:
     # Compiled code does not see hooks that come after it.
-    with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
+    with torch.compiler.set_stance("force_eager"):
         yield from _hooked(actions)
 
 
