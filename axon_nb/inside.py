@@ -97,6 +97,12 @@ class _Tap:
 
 @contextmanager
 def _attached(actions: Sequence[tuple[_Place, Callable[..., Any], bool]]) -> Iterator[None]:
+    # Compiled code does not see hooks that come after it.
+    with torch.compiler.set_stance("force_eager"):
+        yield from _hooked(actions)
+
+
+def _hooked(actions: Sequence[tuple[_Place, Callable[..., Any], bool]]) -> Iterator[None]:
     taps = []
     for place, act, changes in actions:
         tap = _taps.get(place.module) or _taps.setdefault(place.module, _Tap(place.module))
@@ -175,8 +181,8 @@ class Recording(Mapping[str, tuple[torch.Tensor, ...]]):
         self._names = (*names, *self._elsewhere)
         self._values: dict[str, list[torch.Tensor]] = {}
         self.gradients: Mapping[str, tuple[torch.Tensor, ...]] = {}
-        self.where = ""
-        """The ranks that have the values, if not all."""
+        self.where = "its context has not ended, or failed"
+        """The ranks that have the values, if not all; or why there are none."""
         self.tokens: tuple[torch.Tensor, ...] = ()
         """What the model's embedding was called with, call by call."""
         self.lens: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -203,12 +209,16 @@ class Recording(Mapping[str, tuple[torch.Tensor, ...]]):
             )
         return tuple(self._values[found[0]])
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the values of a place, or `default` if it has none here."""
+        try:
+            return self[name]
+        except UsageError:
+            return default
+
     def __contains__(self, name: object) -> bool:
         """Whether a place, named as for `seen[name]`, has values on this rank."""
-        try:
-            return bool(self[str(name)])
-        except UsageError:
-            return False
+        return bool(self.get(str(name)))
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of the places that have values on this rank, in the order of their first calls."""
@@ -300,7 +310,7 @@ class _Recorder(Struct):
                 if here:
                     kept.setdefault(reader.place.name, []).append(reader.shown(whole))
         self.parts.clear()
-        recorded = Recording(seen._names)
+        recorded = Recording(seen._names, seen._elsewhere)
         recorded._values, recorded.where = gradients, seen.where or "no backward reached it in the context"
         seen.gradients = recorded
 
@@ -342,6 +352,8 @@ def record(
     Raises:
         UsageError: no module has the name, or the recording takes more than `limit`.
     """
+    if to is not None and dist.is_initialized() and to not in range(dist.get_world_size()):
+        raise UsageError(f"to={to!r} must be a rank, 0 to {dist.get_world_size() - 1}, or None for all.")
     found, elsewhere = _find(model, places)
     recorder = _Recorder([place.name for place in found], to, limit, dtype, torch.device(device), gradients)
     seen = Recording([place.name for place in found], elsewhere)
@@ -401,10 +413,11 @@ def lens(model: nn.Module, seen: Recording, tokenizer: Any = None) -> dict[str, 
         behind another. `seen` keeps them, too.
 
     Raises:
-        UsageError: the recording is not on all ranks, or has no block; or the model's last norm and head are not known.
+        UsageError: the recording is not on all ranks, has no block or batches of several sizes; or the model's last
+            norm and head are not known.
     """
     if seen.where:
-        raise UsageError(f"lens needs the values on all ranks, and {seen.where}; record without to=.")
+        raise UsageError(f"lens needs the values on all ranks: {seen.where}.")
     if any(type(module).__name__ == _ELSEWHERE for module in model.modules()):
         raise UsageError("lens needs the last norm and the head beside all blocks; stages of a pipeline have either.")
     owners = (getattr(model, "base_model", model), model)
@@ -426,6 +439,8 @@ def lens(model: nn.Module, seen: Recording, tokenizer: Any = None) -> dict[str, 
         module.unshard()
     with torch.no_grad():
         for name in blocks:
+            if len(batches := {len(value) for value in seen[name]}) > 1:
+                raise UsageError(f"lens needs calls of one batch size; {name} has {sorted(batches)}.")
             hidden = torch.cat([value.to(weight.device, weight.dtype) for value in seen[name]], 1)
             logits = head(norm(hidden))
             shares = layout_of(head, None, "output", logits, known).join(logits).float().softmax(-1).max(-1)
@@ -468,7 +483,10 @@ def _change(model: nn.Module, place: _Place, value: Value, adds: bool) -> Callab
 
 
 def _fitted(place: _Place, value: Any, shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
-    tensor = torch.as_tensor(value).to(device=like.device, dtype=like.dtype)
+    try:
+        tensor = torch.as_tensor(value).to(device=like.device, dtype=like.dtype)
+    except (RuntimeError, TypeError):
+        raise UsageError(f"{place.name}: a value is a number or a tensor; got {value!r}.") from None
     try:
         return tensor.expand(shape)
     except RuntimeError:
@@ -479,12 +497,15 @@ def _fitted(place: _Place, value: Any, shape: torch.Size, like: torch.Tensor) ->
 
 def _find(model: nn.Module, patterns: Sequence[str]) -> tuple[list[_Place], dict[str, list[int]]]:
     """Return the places that patterns mean, in the order of the model's modules, and those of other ranks' stages."""
-    modules = dict(model.named_modules())
-    names = {name: _plain(name) for name, module in modules.items() if name and type(module).__name__ != _ELSEWHERE}
-    others = {} if len(names) == len(modules) - 1 else _owners(names.values())
+    modules = dict(model.named_modules(remove_duplicate=False))
+    own = (name for name, module in modules.items() if type(module).__name__ != _ELSEWHERE)
+    names = {name: plain for name in own if (plain := _plain(name))}
+    others = _owners(names.values()) if any(type(each).__name__ == _ELSEWHERE for each in modules.values()) else {}
     found: dict[str, _Place] = {}
     elsewhere: dict[str, list[int]] = {}
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise UsageError(f"a place is the name of a module, or a pattern of names; got {pattern!r}.")
         path, colon, slot = pattern.partition(":")
         if colon and slot not in _SLOTS:
             raise UsageError(f"{pattern!r}: {slot!r} must be {', '.join(_SLOTS[:-1])} or {_SLOTS[-1]}.")
@@ -494,12 +515,15 @@ def _find(model: nn.Module, patterns: Sequence[str]) -> tuple[list[_Place], dict
         elsewhere.update({f"{name}:{slot}" if slot else name: ranks for name, ranks in missing.items()})
         if not matches and not missing:
             near = difflib.get_close_matches(path, [".".join(plain) for plain in names.values()], n=3)
-            near = near or sorted({plain[-1] for plain in names.values() if not plain[-1].isdigit()})[:8]
+            near = near or sorted({plain[-1] for plain in names.values()}, key=lambda name: (name.isdigit(), name))[:8]
             raise UsageError(
                 f"no module of this rank is named {path!r}; there are {', '.join(near)}. A stage of a pipeline has "
                 "its own modules only."
             )
-        for name in matches:
+        once: dict[nn.Module, str] = {}
+        for name in matches:  # a module that the model holds twice is one place
+            once.setdefault(modules[name], name)
+        for name in once.values():
             parent = modules[name.rpartition(".")[0]]
             place = _place(".".join(names[name]), modules[name], parent, slot or "output")
             found[place.name] = place
@@ -520,8 +544,8 @@ def _owners(own: Iterable[Sequence[str]]) -> dict[str, list[int]]:
 
 
 def _plain(name: str) -> list[str]:
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    return parts[1:] if parts[0] == "module" and len(parts) > 1 else parts  # of DDP
+    parts = [part for part in name.split(".") if part and part not in _WRAPPERS]
+    return parts[1:] if parts[:1] == ["module"] and len(parts) > 1 else parts  # of DDP
 
 
 def _matches(plain: Sequence[str], wanted: Sequence[str]) -> bool:

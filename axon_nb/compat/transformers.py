@@ -5,7 +5,9 @@ tokens on each rank that is not seeded alike. So each rank notes numbers of the 
 split layer gets, which unseeded dropout changes. The notebook compares them when the cell ends: the ranks exchange
 nothing.
 
-Private hook: the function that splits a model. Without it nothing is noted.
+It also restores the cache of a generation that is interrupted.
+
+Private hooks: the function that splits a model, without which nothing is noted; `generate` and the layers of a cache.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -58,6 +60,45 @@ def compare_inputs(tensor_parallel: ModuleType, *, where: Where) -> None:
         return model
 
     vars(tensor_parallel)["apply_tensor_parallelism"] = apply_tensor_parallelism
+
+
+def keep_caches(utils: ModuleType) -> None:
+    """Have `generate` leave the cache that it got as it was if it fails or is interrupted.
+
+    Else some layers hold more tokens than others, on each rank differently. What cannot be cut, such as a sliding
+    window, is emptied with the rest; the next call fills it again.
+
+    Args:
+        utils: The module ``transformers.generation.utils``, just imported.
+    """
+    if missing_hooks("transformers.generate", utils=utils):
+        return
+    original = utils.GenerationMixin.generate
+
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        shapes = [layer.keys.shape for layer in getattr(cache, "layers", ()) if layer.get_seq_length()]
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException:
+            if layers := getattr(cache, "layers", ()):
+                _cut(layers, shapes)
+            raise
+
+    utils.GenerationMixin.generate = generate
+
+
+def _cut(layers: Sequence[Any], shapes: Sequence[torch.Size]) -> None:
+    """Cut layers of a cache to the shapes that their keys had, if all had tokens; empty them otherwise."""
+    is_whole = len(layers) == len(shapes) and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
+    # Beams make more rows.
+    if is_whole and all(layer.keys.shape[0] == shape[0] for layer, shape in zip(layers, shapes, strict=True)):
+        for layer, shape in zip(layers, shapes, strict=True):
+            layer.keys, layer.values = layer.keys[..., : shape[-2], :], layer.values[..., : shape[-2], :]
+        return
+    for layer in layers:
+        layer.reset()
 
 
 def watch_inputs(model: torch.nn.Module, mesh: Any, split: Mapping[str, str], where: Where) -> None:

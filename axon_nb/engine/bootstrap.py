@@ -245,6 +245,7 @@ def install_frameworks(session: RankSession) -> None:
         after_import(name, launchers.call_on_rank)
     after_import("ignite.distributed.comp_models.native", launchers.attach_ignite)
     after_import("transformers.distributed.tensor_parallel", _compare_inputs)
+    after_import("transformers.generation.utils", _keep_caches)
     after_import("deepspeed.comm.torch", deepspeed.skip_shm_all_reduce)
 
     def prepare_engine(module: ModuleType) -> None:
@@ -269,6 +270,12 @@ def _compare_inputs(tensor_parallel: ModuleType) -> None:
     from axon_nb.engine.frames import cell_line
 
     transformers.compare_inputs(tensor_parallel, where=cell_line)
+
+
+def _keep_caches(utils: ModuleType) -> None:
+    from axon_nb.compat import transformers  # only ranks that may generate need it
+
+    transformers.keep_caches(utils)
 
 
 def install_dist_hooks() -> None:

@@ -36,7 +36,9 @@ _HUE = KINDS["forward"].both
 _MOST = 0.55
 """Opacity behind words, at most: they stay readable on light and on dark pages."""
 _NARROW = 16
-"""From so many positions on, columns have no numbers and upright words."""
+"""From so many positions on, columns have no numbers, and long words are turned."""
+_SHORT = 2
+"""Letters of a word that is not turned."""
 _WORD = 12
 """Letters of a word that are shown."""
 _MAP_PX = 84
@@ -134,16 +136,17 @@ def _chip(rank: int) -> str:
 
 
 def _titles(words: Sequence[str], count: int, starts: Sequence[int]) -> str:
-    upright = "writing-mode:vertical-rl;max-height:90px;" if count > _NARROW else ""
+    shown = [_word(words[position]) if position < len(words) else str(position) for position in range(count)]
+    is_turned = count > _NARROW and max(map(len, shown)) > _SHORT
+    turned = "writing-mode:vertical-rl;max-height:90px;" if is_turned else ""
     cells = []
-    for position in range(count):
-        word = _word(words[position]) if position < len(words) else str(position)
+    for position, word in enumerate(shown):
         cells.append(
             f'<th scope="col" title="position {position}" style="padding:1px 4px;border:none;font-weight:normal;'
             f'text-align:center;vertical-align:bottom;{_edge(position, starts)}">'
-            f'<span style="{upright}white-space:pre">{escape(word)}</span></th>'
+            f'<span style="{turned}white-space:pre">{escape(word)}</span></th>'
         )
-    return table_row(f'<th style="{CELL}"></th>', *cells, f'<th style="{CELL};font-weight:normal">computed by</th>')
+    return table_row(f'<th style="{CELL}"></th>', f'<th style="{CELL};font-weight:normal">computed by</th>', *cells)
 
 
 def _word(text: str) -> str:
@@ -165,7 +168,7 @@ def _shaded(text: str, title: str, share: float, edge: str) -> str:
 
 
 def _grid(title: str, words: Sequence[str], rows: Sequence[str], count: int, starts: Sequence[int]) -> str:
-    head = f"<thead>{_titles(words, count, starts)}</thead><tbody>"
+    head = f'<thead style="border:none">{_titles(words, count, starts)}</thead><tbody>'
     grid = table((), rows).replace("<tbody>", head, 1)
     return f'<div style="margin:8px 0 2px;{MUTED}">{title}</div>{grid}'
 
@@ -191,7 +194,7 @@ def _norms(places: Sequence[RecordedPlace], words: Sequence[str], starts: Sequen
                 _shaded(text, f"{place.name}, position {position}: {norm:.4g}", share, _edge(position, starts))
             )
         cells += ["<td></td>"] * (count - len(cells))
-        return table_row(row_title(escape(place.name)), *cells, _chips(place))
+        return table_row(row_title(escape(place.name)), _chips(place), *cells)
 
     rows = [row(place) for place in shown]
     return _grid("norms by token; deeper is larger, on a log scale", words, rows, count, starts)
@@ -204,11 +207,11 @@ def _lens(places: Sequence[RecordedPlace], words: Sequence[str], starts: Sequenc
     rows = [
         table_row(
             row_title(escape(place.name)),
+            _chips(place),
             *(
                 _shaded(_word(word), f"{word!r}: {share:.0%}", share, _edge(position, starts))
                 for position, (word, share) in enumerate(place.lens)
             ),
-            _chips(place),
         )
         for place in shown
     ]

@@ -160,6 +160,8 @@ def test_text_comes_once_and_an_interrupt_keeps_the_model(two: Kernel) -> None:
     assert two.value("answers.text[0]").count(text) >= 1
     request = two.submit("""%%distributed
 cache = DynamicCache()
+with torch.no_grad():
+    model(tokens[:, :2], past_key_values=cache)
 model.generate(tokens, max_new_tokens=2000, do_sample=False, past_key_values=cache, streamer=Paced(tokenizer))
 """)
     two.wait_for_output(request, "|")
@@ -168,14 +170,46 @@ model.generate(tokens, max_new_tokens=2000, do_sample=False, past_key_values=cac
     reply = two.collect(request)
     assert reply.ename == "CellInterrupt"
     assert 2 <= reply.stdout.count("|") < 1000, "it had begun, and was shown as it came, once for both"
-    assert "[ranks 0-1] w5 w6  |" in reply.stdout
+    assert "[ranks 0-1] w" in reply.stdout
     assert "differ" not in reply.shown()
     reply = two.ok("""%%distributed
-again = [model.generate(tokens, max_new_tokens=4, do_sample=False)]
-again.append(model.generate(tokens, max_new_tokens=4, do_sample=False, past_key_values=DynamicCache()))
-[torch.equal(each, answer) for each in again]
+lengths = [value.shape[-2] for layer in cache.layers for value in (layer.keys, layer.values)]
+again = [model.generate(tokens, max_new_tokens=4, do_sample=False, past_key_values=each) for each in (None, cache)]
+lengths, [torch.equal(each, answer) for each in again]
 """)
-    assert "[ranks 0-1] [True, True]" in reply.shown()
+    assert "[ranks 0-1] ([2, 2, 2, 2], [True, True])" in reply.shown()
+
+
+def test_failed_generation_leaves_a_usable_cache(two: Kernel) -> None:
+    two.ok(MODEL)
+    reply = two.ok("""%%distributed
+from transformers import DynamicCache, StaticCache
+
+
+class Failing:
+    calls = 0
+
+    def put(self, value):
+        self.calls += 1
+        assert self.calls < 4
+
+
+def answer(cache, **more):
+    return model.generate(tokens, max_new_tokens=5, do_sample=False, past_key_values=cache, **more)
+
+
+results = []
+for cache in (DynamicCache(), StaticCache(model.config, max_cache_len=16), DynamicCache(config=model.config)):
+    if results:
+        with torch.no_grad():
+            model(tokens[:, :2], past_key_values=cache)
+    try:
+        answer(cache, streamer=Failing())
+    except AssertionError:
+        results.append((cache.get_seq_length() + 0, torch.equal(answer(cache), answer(None))))
+[(int(length), same) for length, same in results]
+""")
+    assert "[ranks 0-1] [(0, True), (0, True), (2, True)]" in reply.shown()
 
 
 def test_missing_weights_name_the_rank(two: Kernel) -> None:

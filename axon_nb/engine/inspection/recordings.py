@@ -25,7 +25,7 @@ def recording_facts(name: str, known: int = 0) -> RecordingFacts:
     if not isinstance(seen, Recording):
         return RecordingFacts(refused=f"(type {type(seen).__name__}) is not a recording of axon_nb.inside")
     if not seen:
-        return RecordingFacts(refused=f"has no values: {seen.where or 'its context has not ended'}")
+        return RecordingFacts(refused=f"has no values: {seen.where or 'no place was called'}")
     key = hash((id(seen), len(seen.lens), len(seen.words)))
     if key == known:
         return RecordingFacts(key=key)
@@ -44,7 +44,9 @@ def recording_facts(name: str, known: int = 0) -> RecordingFacts:
         omitted.append(f"Positions from {_MAX_POSITIONS} on are left out, of {positions}.")
     if any(place.endswith(":attention") and not found.map_shape for place, found in zip(shown, places, strict=True)):
         omitted.append(f"Attention maps after the first {maps} are left out: record fewer layers.")
-    starts = tuple(accumulate((len(row) for row in rows), initial=0))[:-1]
+    ends = accumulate(map(len, rows))
+    # A text that is generated token by token is one.
+    starts = tuple(end for end, row, after in zip(ends, rows, rows[1:], strict=False) if max(len(row), len(after)) > 1)
     return RecordingFacts(
         key=key, words=tuple(words[:_MAX_POSITIONS]), starts=starts, places=tuple(map(_cut, places)),
         omitted=tuple(omitted),
