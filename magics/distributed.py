@@ -296,7 +296,7 @@ def _start_parser() -> LineParser:
         "--interface", default=None, help="network interface through which ranks on other hosts connect"
     )
     parser.add_argument("--hosts", default=None, help="other hosts with ranks: ssh:a,b, slurm, mpi:a,b, join or ray")
-    parser.add_argument("--gpus-per-rank", type=_number, default=None, help="GPUs that Ray reserves for a rank: 0 or 1")
+    parser.add_argument("--gpus-per-rank", type=integer, default=None, help="GPUs that Ray reserves for a rank: 0 or 1")
     parser.add_argument("--placement", default=None, help="how Ray places ranks on its nodes: pack or spread")
     parser.add_argument(
         "--protect", nargs="?", const="on", metavar="K", help="keep every step, or every K-th, for dead ranks"
