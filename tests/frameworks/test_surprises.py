@@ -391,7 +391,7 @@ except Exception:
     assert "`except Exception` does not catch a CheckpointException" in reply.traceback
 
 
-def test_experts_of_equal_size_are_told_apart(gloo: Kernel) -> None:
+def test_experts_of_equal_size_are_not_mixed(gloo: Kernel) -> None:
     gloo.ok(
         "%%distributed\ntorch.manual_seed(0)\nclass Moe(nn.Module):\n"
         "    def __init__(self):\n        super().__init__()\n"
