@@ -350,10 +350,12 @@ def record(
         The recording; it is empty until the context ends.
 
     Raises:
-        UsageError: no module has the name, or the recording takes more than `limit`.
+        UsageError: no module has the name, `to` or `dtype` is none, or the recording takes more than `limit`.
     """
     if to is not None and dist.is_initialized() and to not in range(dist.get_world_size()):
         raise UsageError(f"to={to!r} must be a rank, 0 to {dist.get_world_size() - 1}, or None for all.")
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise UsageError(f"dtype={dtype!r} must be a floating-point dtype, such as torch.bfloat16.")
     found, elsewhere = _find(model, places)
     recorder = _Recorder([place.name for place in found], to, limit, dtype, torch.device(device), gradients)
     seen = Recording([place.name for place in found], elsewhere)

@@ -225,13 +225,15 @@ def _maps(places: Sequence[RecordedPlace]) -> str:
 
 def _layer(place: RecordedPlace) -> str:
     heads, rows, columns = place.map_shape
-    each, parts = rows * columns, []
+    each, scale = rows * columns, max(1, _MAP_PX // columns)
+    size = f'width="{scale * columns}" height="{scale * rows}"'
+    parts = []
     for head in range(heads):
-        source = _png(bytes(place.maps[head * each : (head + 1) * each]), columns)
+        source = _png(bytes(place.maps[head * each : (head + 1) * each]), columns, scale)
         ranks = [place.ranks[head // -(-heads // len(place.ranks))]] if place.ranks else []
         parts.append(
             f'<span style="display:inline-block;margin:0 10px 6px 0"><img alt="attention of head {head}" '
-            f'src="{source}" width="{_MAP_PX}" height="{_MAP_PX}" style="display:block;margin:0;max-width:none;'
+            f'src="{source}" {size} style="display:block;margin:0;max-width:none;'
             f'image-rendering:pixelated;border:1px solid {INK}"><span style="{MUTED}">head {head}</span> '
             f"{''.join(map(_chip, ranks))}</span>"
         )
@@ -239,11 +241,16 @@ def _layer(place: RecordedPlace) -> str:
     return f'<div style="margin:8px 0 2px;{MUTED}">{title}</div><div>{"".join(parts)}</div>'
 
 
-def _png(shares: bytes, width: int) -> str:
-    """Return an image of one hue, as opaque as each share, as an address."""
+def _png(shares: bytes, width: int, scale: int) -> str:
+    """Return an image of one hue, as opaque as each share, as an address.
+
+    It has its size on the page: where a notebook is not trusted, JupyterLab would smooth what it scales.
+    """
     palette = bytes.fromhex(_HUE[1:]) * 256
-    lines = b"".join(b"\0" + shares[start : start + width] for start in range(0, len(shares), width))
-    header = struct.pack(">IIBBBBB", width, len(shares) // width, 8, 3, 0, 0, 0)
+    wide = b"".join(bytes((share,)) * scale for share in shares)
+    step = width * scale
+    lines = b"".join((b"\0" + wide[start : start + step]) * scale for start in range(0, len(wide), step))
+    header = struct.pack(">IIBBBBB", step, len(shares) // width * scale, 8, 3, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"PLTE", palette), (b"tRNS", bytes(range(256))), (b"IDAT", zlib.compress(lines, 9)))
     data = b"".join(
         struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))

@@ -75,11 +75,13 @@ def test_recording_is_drawn_redrawn_and_saved(lab: LabServer, page: LabPage) -> 
     shown = view.inner_text()
     saved = page.save()
     saved.cells = saved.cells[VIEW : VIEW + 1]
-    saved.metadata.pop("kernelspec")
+    saved.metadata.clear()  # it names no kernel
     nbformat.write(saved, lab.notebooks / "inside-saved.ipynb")
     page.open_notebook("inside-saved.ipynb", kernel=False)
     page.wait_text(0, "logit lens")
     assert page.output(0).inner_text() == shown, "the saved picture is the last one"
+    is_sharp = "(all) => all.every((image) => image.naturalWidth === image.width && image.width >= 64)"
+    assert page.output(0).locator("img[alt^='attention of head']").evaluate_all(is_sharp), "no browser smooths maps"
     for dark in (True, False):
         page.set_theme(dark=dark)
         _picture(page.output(0), f"inside-saved-{'dark' if dark else 'light'}")

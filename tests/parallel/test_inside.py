@@ -446,6 +446,9 @@ def test_bad_input_is_explained() -> None:
     for place, message in wrong.items():
         with pytest.raises(UsageError, match=message), inside.record(model, place):
             pass
+    for dtype in (torch.int8, "bfloat16"):
+        with pytest.raises(UsageError, match="must be a floating-point dtype"), inside.record(model, dtype=dtype):
+            pass
     layer: Any = model["layers"]
     x = torch.zeros(3, 1, 8)
     with (
