@@ -103,20 +103,26 @@ class Keeper:
         try:
             if index in self._hosts:  # an agent that cannot be reached any more
                 ray.kill(self._hosts[index])
-            amounts = self._bundles[index]
-            host = self._hosts[index] = (
-                ray.remote(Host)
-                .options(
-                    num_cpus=amounts["CPU"],
-                    num_gpus=amounts.get("GPU", 0),
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+            amounts, end = self._bundles[index], time.monotonic() + self._patience_s
+            facts = None
+            while facts is None:
+                host = self._hosts[index] = (
+                    ray.remote(Host)
+                    .options(
+                        num_cpus=amounts["CPU"],
+                        num_gpus=amounts.get("GPU", 0),
+                        scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+                    )
+                    .remote()
                 )
-                .remote()
-            )
-            try:
-                facts = ray.get(host.join.remote(address, name, key), timeout=self._patience_s)
-            except Exception as error:  # of Ray: its node died, or could not start the actor
-                facts = {"failure": str(error).strip().splitlines()[-1]}
+                try:
+                    facts = ray.get(host.join.remote(address, name, key), timeout=max(1.0, end - time.monotonic()))
+                except Exception as error:
+                    died = isinstance(error, ray.exceptions.ActorDiedError)
+                    if died and time.monotonic() < end:  # Ray has not noticed yet that the bundle's node is dead
+                        time.sleep(1.0)
+                    else:
+                        facts = {"failure": str(error).strip().splitlines()[-1]}
             with self._lock:
                 self._facts[name] = facts
             if "failure" in facts:
@@ -155,13 +161,9 @@ def _facts() -> dict[str, str]:
 
     import ray
 
-    found = {"node": socket.gethostname(), "ip": ray.util.get_node_ip_address(), "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = ""
-    return found
+    versions = {name: next((one.version for one in metadata.distributions(name=name)), "") for name in _PACKAGES}
+    here = {"node": socket.gethostname(), "ip": ray.util.get_node_ip_address(), "python": platform.python_version()}
+    return {**here, **versions}
 
 
 def _survey() -> dict[str, Any]:
@@ -218,7 +220,7 @@ def missing(survey: Mapping[str, Any], num_ranks: int, gpus_per_rank: int) -> st
         for node in survey["nodes"]
         if node["total"]["CPU"]
     )
-    held = ", ".join(f"{name!r} {_amounts(*amounts)}" for name, amounts in survey["groups"].items())
+    held = ", ".join(f"{name!r} {cpus:g} CPUs, {gpus:g} GPUs" for name, (cpus, gpus) in survey["groups"].items())
     return (
         f"Ray has no room for {num_ranks} rank{'s' * (num_ranks != 1)} with {each} each. Free: {free or 'no node'}. "
         f"Placement groups: {held or 'none'}. Use a smaller `-n`, or wait for room."
@@ -227,10 +229,6 @@ def missing(survey: Mapping[str, Any], num_ranks: int, gpus_per_rank: int) -> st
 
 def _of(node: Mapping[str, Any], kind: str) -> str:
     return f"{node['free'][kind]:g} of {node['total'][kind]:g} {kind}s"
-
-
-def _amounts(cpus: float, gpus: float) -> str:
-    return f"{cpus:g} CPU{'s' * (cpus != 1)}" + (f" and {gpus:g} GPU{'s' * (gpus != 1)}" if gpus else "")
 
 
 @contextlib.contextmanager

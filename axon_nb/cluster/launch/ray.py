@@ -57,8 +57,6 @@ def parse_ray(text: str) -> RayOption:
     Raises:
         UsageError: Ray is not installed here, or a value is none that is possible.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise UsageError("--hosts ray needs Ray in this environment, in the cluster's version: run `pip install ray`.")
     address, _, query = text.partition(":")[2].partition("?")
     values = dict(urllib.parse.parse_qsl(query))
     gpus, placement = values.get("gpus_per_rank", "None"), values.get("placement", "pack")
@@ -66,6 +64,8 @@ def parse_ray(text: str) -> RayOption:
         raise UsageError(f"--gpus-per-rank must be 0 or 1, as a rank uses one device; got {gpus}.")
     if placement not in PLACEMENTS:
         raise UsageError(f"--placement must be pack or spread; got {placement}.")
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError("--hosts ray needs Ray in this environment, in the cluster's version: run `pip install ray`.")
     bundles = tuple(int(count) for count in values.get("bundles", "").split(".") if count)
     return RayOption(address, None if gpus == "None" else int(gpus), placement, bundles)
 

@@ -36,3 +36,8 @@ def test_placements_follow_the_hosts() -> None:
     with pytest.raises(StartError, match="a has 2 ranks and 1 GPU"):
         place_ranks(layout, _places("a", "b", "a", gpus=1))
     assert place_ranks(layout, _places("a", "b", "a", gpus=2), threads_per_rank=2)[1].threads == 2
+
+
+def test_ranks_that_are_all_on_one_other_host_use_all_its_gpus() -> None:
+    layout = Layout(2, "nccl", ("cuda:0",) * 2, None, 1, hosts=("a", "a"))
+    assert [s.device for s in place_ranks(layout, _places("a", "a", gpus=2))] == ["cuda:0", "cuda:1"]

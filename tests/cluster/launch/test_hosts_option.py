@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from axon_nb.cluster.launch.hosts import own_address, parse_hosts, ssh_command
+from axon_nb.cluster.launch.ray import with_ray_options
 from axon_nb.errors import UsageError
+from axon_nb.host.ray import fit
 
 
 @pytest.mark.parametrize(
@@ -29,8 +31,10 @@ def test_ranks_are_spread_over_hosts(text: str, num_ranks: int, counts: tuple[in
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b", "--hosts must be join, join:2, ssh:a,b, slurm, slurm:JOB or mpi:a,b; got a,b."),
+        ("a,b", "--hosts must be join, join:2, ssh:a,b, slurm, slurm:JOB, mpi:a,b, ray or ray:ADDRESS; got a,b."),
         ("slurm:", "got slurm:."),
+        ("ray:a:1?gpus_per_rank=2", "--gpus-per-rank must be 0 or 1, as a rank uses one device; got 2."),
+        ("ray:a:1?placement=none", "--placement must be pack or spread; got none."),
         ("ssh:", "--hosts ssh: needs host names, such as ssh:a,b; got ssh:."),
         ("ssh:-oX", "got ssh:-oX."),
         ("ssh:me@-oX", "got ssh:me@-oX."),
@@ -90,3 +94,28 @@ def test_configured_host_that_ssh_would_take_as_an_option_is_refused(
     )
     with pytest.raises(UsageError, match=r"lists '-oProxyCommand=touch x', which is not a host name: correct it"):
         parse_hosts("ssh", 8)
+
+
+def test_options_of_ray_need_ray() -> None:
+    assert with_ray_options("ray:a:1", 1, "spread") == "ray:a:1?gpus_per_rank=1&placement=spread"
+    assert with_ray_options("ray", 0, None) == "ray:?gpus_per_rank=0"
+    assert with_ray_options("slurm", None, None) == "slurm"
+    with pytest.raises(UsageError, match="--gpus-per-rank and --placement are for --hosts ray"):
+        with_ray_options("slurm", None, "pack")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "gpus", "placement", "counts"),
+    [
+        (4, 0, "pack", [4]),
+        (4, 0, "spread", [2, 1, 1]),
+        (10, 0, "pack", [6, 3, 1]),
+        (12, 0, "pack", []),
+        (3, 1, "pack", [2, 1]),
+        (3, 1, "spread", [2, 1]),
+        (4, 1, "spread", []),
+    ],
+)
+def test_ranks_go_where_ray_has_room(num_ranks: int, gpus: int, placement: str, counts: list[int]) -> None:
+    free = [{"CPU": 3.5, "GPU": 1.0}, {"CPU": 6.0, "GPU": 0.0}, {"CPU": 2.0, "GPU": 4.0}, {"CPU": 0.0, "GPU": 0.0}]
+    assert fit([{"free": one} for one in free], num_ranks, gpus, placement) == counts

@@ -87,7 +87,7 @@ def test_full_cluster_says_what_is_missing_and_who_has_it(ray: Script, hosts: st
     assert refused.kinds[0] == "StartError"
     assert refused.message.startswith("Ray has no room for 2 ranks with 1 CPU each. Free: ")
     assert "1 of 2 CPUs" in refused.message
-    assert "Placement groups: 'train' 3 CPUs." in refused.message
+    assert "Placement groups: 'train' 3 CPUs, 0 GPUs." in refused.message
     ray.ok("ray.util.remove_placement_group(group)")
     assert not script.others()
 
