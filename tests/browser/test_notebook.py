@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.browser.completion import ask_until
 from tests.browser.conftest import WINDOW
+from tests.support.browser.completion import ask_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-    from tests.browser.notebook_page import NotebookPage, NotebookServer
+    from tests.support.browser.notebook_page import NotebookPage, NotebookServer
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -29,7 +29,7 @@ while True:
 def notebook_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NotebookServer]:
     """The server."""
     pytest.importorskip("notebook", minversion="7", reason="needs Notebook 7: pip install notebook")
-    from tests.browser.notebook_page import NotebookServer
+    from tests.support.browser.notebook_page import NotebookServer
 
     with NotebookServer(tmp_path_factory.mktemp("notebook") / "server") as server:
         yield server
@@ -38,7 +38,7 @@ def notebook_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebo
 @pytest.fixture
 def notebook(notebook_server: NotebookServer, chromium: Browser) -> Iterator[NotebookPage]:
     """A page; an error in its console fails the test."""
-    from tests.browser.notebook_page import NotebookPage
+    from tests.support.browser.notebook_page import NotebookPage
 
     context = chromium.new_context(viewport=WINDOW, device_scale_factor=1)
     shown = NotebookPage(context.new_page(), notebook_server)
