@@ -31,20 +31,25 @@ from axon_nb.records.hooks import missing_hooks
 _PACKAGES = ("axon_nb.comm", "axon_nb.engine", "axon_nb.records", "axon_nb.shell")
 SURPRISES = {
     "accelerate.state": "prepare_accelerate",
+    "accelerate.utils.operations": "prepare_gather_object",
+    "datasets.distributed": "prepare_split",
     "lightning.fabric.fabric": "prepare_fabric",
     "lightning_fabric.fabric": "prepare_fabric",
     "pandas.core.series": "prepare_series",
+    "pyarrow.parquet.core": "prepare_parquet",
     "tensordict._lazy": "prepare_lazy_stacks",
     "tensordict.base": "prepare_tensordict",
     "torch._dynamo.eval_frame": "prepare_compiler",
     "torch.distributed.checkpoint.format_utils": "prepare_conversion",
     "torch.distributed.checkpoint.hf_storage": "prepare_safetensors",
     "torch.distributed.checkpoint.state_dict": "prepare_state_dicts",
+    "torch.distributed.nn.functional": "prepare_functional",
     "torch.distributed.pipelining.schedules": "prepare_schedules",
     "torch.distributed.tensor": "watch_dtensors",
     "torch.utils.cpp_extension": "prepare_extensions",
     "torch.utils.tensorboard.writer": "prepare_tensorboard",
     "torchdata.stateful_dataloader.sampler": "prepare_sampler",
+    "torchmetrics.aggregation": "prepare_sum_metric",
 }
 """By module: the function of `axon_nb.compat.surprises` that prepares it after its import."""
 Hook = Callable[[ModuleType], None]

@@ -13,6 +13,8 @@ import functools
 import hashlib
 import inspect
 import itertools
+import linecache
+import math
 import os
 import re
 import sys
@@ -98,6 +100,10 @@ def watch_dtensors(module: ModuleType) -> None:
     _handle(module, aten._local_scalar_dense.default, _check_scalar)
     for operator in (aten.uniform_.default, aten.normal_.default):
         _handle(module, operator, _note_draw)
+    for operator in (aten.zero_.default, aten.fill_.Scalar, aten.copy_.default, aten.mul_.Tensor, aten.add_.Tensor):
+        _handle(module, operator, _check_write)
+    for operator in (aten.sum.default, aten.sum.dim_IntList, aten._to_copy.default):
+        _handle(module, operator, _check_pending)
     _after(torch, "load", functools.partial(_check_loaded, module.DTensor))
     _after(torch.optim.Muon, "__init__", _check_muon)
 
@@ -145,8 +151,36 @@ def _check_scalar(result: Any, operator: Any, args: tuple[Any, ...]) -> None:
         )
 
 
+def _check_write(result: Any, operator: Any, args: tuple[Any, ...]) -> None:
+    view, base = args[0], args[0]._base
+    if (
+        base is not None
+        and view.to_local().untyped_storage().data_ptr() != base.to_local().untyped_storage().data_ptr()
+    ):
+        tell(
+            "a write to rows of a sharded tensor{place} is lost, as they are a gathered copy: write to the rows of "
+            "`to_local()` that this rank has, or to `full_tensor()` and distribute it again."
+        )
+
+
+def _check_pending(result: Any, operator: Any, args: tuple[Any, ...]) -> None:
+    """Look for what is summed, though torch has yet to combine it otherwise."""
+    tensor, is_sum = args[0], operator is not torch.ops.aten._to_copy.default
+    pending = [
+        one for dim, one in enumerate(tensor.placements) if one.is_partial() and tensor.device_mesh.size(dim) > 1
+    ]
+    if is_sum and any(type(one).__name__ == "_NormPartial" for one in pending):
+        tell(
+            "the sum of norms of a sharded tensor{place} is one norm of the ranks' sums, which is less: call "
+            "`full_tensor()` on the norms first."
+        )
+    if tensor.dtype is torch.bool and any(one.is_partial("sum") for one in pending):
+        tell("any() of a sharded tensor{place}, taken as a number, counts each rank: use `.int().amax()` instead.")
+
+
 def _note_draw(result: Any, operator: Any, args: tuple[Any, ...]) -> None:
     global shard_draw
+    _check_write(result, operator, args)
     tensor = args[0]
     if tensor.device.type == "cpu" and any(placement.is_shard() for placement in tensor.placements):
         state = torch.get_rng_state().numpy().tobytes() + repr(tuple(tensor.shape)).encode()
@@ -265,6 +299,17 @@ def _check_step(schedule: Any, *args: Any, **kwargs: Any) -> None:
                 f"the batch has {rows} rows: pass it in a list to give each microbatch all of it."
             )
     stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    weights = itertools.chain(*(stage.submod.parameters() for stage in stages))
+    if (
+        count > 1
+        and schedule.scale_grads
+        and schedule._has_backward
+        and any(weight.grad is not None for weight in weights)
+    ):
+        tell(
+            f"step(){{place}} divides the gradients of earlier steps by {count} once more: pass scale_grads=False and "
+            "divide after the last one, or call zero_grad() before each step."
+        )
     if "ZeroBubble" in type(schedule).__name__ or "DualPipe" in type(schedule).__name__:
         for stage in stages:
             if stage.stage_index and any(_has_hook(parameter) for parameter in stage.submod.parameters()):
@@ -287,6 +332,20 @@ def _has_hook(parameter: Any) -> bool:
 
 def _counts_batches(module: Any) -> bool:
     return module.training and getattr(module, "num_batches_tracked", None) is not None
+
+
+def prepare_functional(module: ModuleType) -> None:
+    """Look for reductions whose gradient torch takes for that of a sum."""
+
+    def look(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        if tensor.requires_grad and torch.is_grad_enabled() and op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            name = str(getattr(op, "op", op)).rpartition(".")[-1]
+            tell(
+                f"the gradient of all_reduce with {name}{{place}} goes to the values of all ranks: gather them "
+                "with all_gather of torch.distributed.nn.functional, and reduce the stack."
+            )
+
+    _before(module, "all_reduce", look)
 
 
 def prepare_compiler(module: ModuleType) -> None:
@@ -359,8 +418,60 @@ def _copied(value: Any) -> Any:
     return {key: _copied(one) for key, one in value.items()} if type(value) is dict else value
 
 
+def prepare_gather_object(module: ModuleType) -> None:
+    """Look for objects that Accelerate takes apart."""
+
+    def look(value: Any) -> None:
+        if isinstance(value, str | dict) and dist.get_world_size() > 1:
+            lost = "keys, without values" if isinstance(value, dict) else "letters"
+            tell(f"gather_object{{place}} returns the {lost}: pass a list with the {type(value).__name__} in it.")
+
+    _before(module, "gather_object", look)
+
+
+def prepare_split(module: ModuleType) -> None:
+    """Look for mixtures whose sources alternate as the ranks do."""
+
+    def look(dataset: Any, rank: int, world_size: int) -> None:
+        kind = "CyclingMultiSourcesExamplesIterable"
+        sources = next((one.ex_iterables for one in vars(dataset).values() if type(one).__name__ == kind), ())
+        if sources and dataset.num_shards % world_size and math.gcd(len(sources), world_size) > 1:
+            tell(
+                f"split_dataset_by_node{{place}} gives a rank examples of some of the {len(sources)} interleaved "
+                "sources only: pass probabilities to interleave_datasets, or use as many shards as ranks."
+            )
+
+    _before(module, "split_dataset_by_node", look)
+
+
+def prepare_parquet(module: ModuleType) -> None:
+    """Look for columns that the first of the files lacks."""
+
+    def look(dataset: Any) -> None:
+        files = dataset.fragments[:64]  # each look reads a file's end
+        if lost := {name for file in files for name in file.physical_schema.names} - set(dataset.schema.names):
+            names = ", ".join(sorted(lost))
+            tell(f"reading Parquet files{{place}} drops columns that the first file lacks: {names}.")
+
+    _after(module.ParquetDataset, "__init__", look)
+
+
+def prepare_sum_metric(module: ModuleType) -> None:
+    """Look for sums that are too large for their numbers."""
+
+    def look(metric: Any) -> None:
+        total = metric.sum_value
+        if total.dtype is torch.float32 and total.abs() >= 2**24:
+            tell(
+                "SumMetric{place} has reached 2**24, where float32 drops single counts: use "
+                "`SumMetric().set_dtype(torch.float64)`."
+            )
+
+    _after(module.SumMetric, "update", look)
+
+
 def prepare_series(module: ModuleType) -> None:
-    """Look for comparisons with tensors, and for torch's warning about an index."""
+    """Look for comparisons with tensors, masks of them, and torch's warnings about an index and shared memory."""
 
     def look(_: Any, other: Any) -> None:
         if isinstance(other, torch.Tensor) and other.ndim:
@@ -368,12 +479,25 @@ def prepare_series(module: ModuleType) -> None:
 
     _before(module.Series, "__eq__", look)
     _before(module.Series, "__ne__", look)
+
+    def look_at_mask(_: Any, key: Any) -> None:
+        if isinstance(key, torch.Tensor) and key.dtype is torch.bool:
+            tell("iloc{place} takes a mask that is a tensor as positions 0 and 1: use `mask.numpy()`.")
+
+    parts = vars(sys.modules["pandas.core.indexing"])
+    _before(next(parts[name] for name in parts if name.endswith("iLocIndexer")), "__getitem__", look_at_mask)
     show = warnings.showwarning
 
     def showwarning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
         show(message, *args, **kwargs)
         if "non-tuple sequence for multidimensional indexing" in str(message):
             tell("a pandas Series as an index{place} is taken apart if its labels repeat: use `series.to_numpy()`.")
+        source = linecache.getline(*args[1:3])  # an index may be such an array, and is only read
+        if "NumPy array is not writable" in str(message) and ("from_numpy" in source or "as_tensor" in source):
+            tell(
+                "the tensor{place} shares memory with the array's frame and with frames made from it, so writing to it "
+                "changes them all: use `torch.tensor(array)`, which copies."
+            )
 
     warnings.showwarning = showwarning
 

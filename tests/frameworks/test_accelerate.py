@@ -188,3 +188,13 @@ for _ in range(2):
         print(len(part["x"]), data)
 """)
     assert reply.lines() == ["[ranks 0-1] 2 {'x': [1, 2, 3, 4]}"] * 2
+
+
+def test_gathered_dict_that_loses_its_values_is_named(two: Kernel) -> None:
+    reply = two.ok("""%%distributed
+from accelerate.utils import gather_object
+gather_object({"acc": rank})""")
+    assert "gather_object at line 3 returns the keys, without values: pass a list with the dict in it" in reply.shown()
+    reply = two.ok('%%distributed\ngather_object([{"acc": rank}])')
+    assert "axon_nb:" not in reply.shown()
+    assert "[{'acc': 0}, {'acc': 1}]" in reply.shown()

@@ -281,15 +281,68 @@ run(nn.BatchNorm1d(4).eval(), 8)""",
 layers = [nn.Linear(4, 4) for _ in range(4)]
 def train():
     stages = [PipelineStage(layers[i], i, 4, torch.device('cpu')) for i in (rank, rank + 2)]
+    [layer.zero_grad() for layer in layers]
     schedule = ScheduleInterleavedZeroBubble(stages, n_microbatches=4, loss_fn=F.mse_loss)
     schedule.step(torch.ones(8, 4)) if rank == 0 else schedule.step(target=torch.ones(8, 4))
 train()
 hooks = [layer.weight.register_post_accumulate_grad_hook(lambda weight: None) for layer in layers]
 train()""",
-        "ScheduleInterleavedZeroBubble at line 9 calls post-accumulate hooks of gradients on stage 0 only",
+        "ScheduleInterleavedZeroBubble at line 10 calls post-accumulate hooks of gradients on stage 0 only",
         """\
 [hook.remove() for hook in hooks]
 train()""",
+    ),
+    "gradients of an earlier step": (
+        """\
+def steps(number, **options):
+    stage = PipelineStage(nn.Linear(4, 4), rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 4, loss_fn=F.mse_loss, **options)
+    for _ in range(number):
+        schedule.step(torch.ones(8, 4)) if rank == 0 else schedule.step(target=torch.ones(8, 4))
+steps(2)""",
+        "step() at line 7 divides the gradients of earlier steps by 4 once more: pass scale_grads=False",
+        """\
+steps(2, scale_grads=False)
+steps(1)""",
+    ),
+    "gradient of a maximum": (
+        """\
+from torch.distributed.nn import functional
+own = torch.tensor([1.0 + rank], requires_grad=True)
+functional.all_reduce(own, op=dist.ReduceOp.MAX)""",
+        "the gradient of all_reduce with MAX at line 4 goes to the values of all ranks",
+        """\
+functional.all_reduce(own)
+functional.all_reduce(own.detach(), op=dist.ReduceOp.MAX)
+torch.stack(functional.all_gather(own)).amax(0).backward()
+assert own.grad.item() == rank * dist.get_world_size()""",
+    ),
+    "rows of a sharded tensor": (
+        """\
+layer = nn.Embedding(4, 2)
+fully_shard(layer, mesh=mesh)
+with torch.no_grad():
+    layer.weight[1].zero_()""",
+        "a write to rows of a sharded tensor at line 5 is lost",
+        """\
+with torch.no_grad():
+    layer.weight[:, 0].zero_()
+    layer.weight.mul_(2).add_(layer.weight).copy_(rows)
+layer(torch.tensor([1])).sum().backward()
+torch.optim.AdamW(layer.parameters(), foreach=False).step()
+assert layer.weight.full_tensor()[:, 0].abs().max() > 0""",
+    ),
+    "sum of norms": (
+        "rows.norm(dim=0).sum()",
+        "the sum of norms of a sharded tensor at line 2 is one norm of the ranks' sums, which is less",
+        "rows.norm(), rows.norm(dim=0).full_tensor().sum(), rows.norm(dim=1).sum().full_tensor()",
+    ),
+    "ranks that any() counts": (
+        "(rows >= 0).any(0).sum()",
+        "any() of a sharded tensor at line 2, taken as a number, counts each rank",
+        """\
+assert (rows >= 0).int().amax(0).sum().full_tensor().tolist() == 2
+(rows > 0).sum(), (rows > 0).float().mean(), (rows > 0).all(0).int()""",
     ),
     "members of a group of others": (
         """\
@@ -334,6 +387,15 @@ HuggingFaceStorageWriter(folder)""",
         "HuggingFaceStorageWriter at line 3 writes the parts of all ranks to one file",
         "HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)",
     ),
+    "a tensor that shares a frame's memory": (
+        """\
+warnings.simplefilter('default')
+import pandas as pd
+torch.from_numpy(pd.DataFrame({'x': [1.0]})['x'].to_numpy())
+warnings.simplefilter('ignore')""",
+        "the tensor at line 4 shares memory with the array's frame and with frames made from it",
+        "torch.tensor(pd.DataFrame({'x': [1.0]})['x'].to_numpy())",
+    ),
     "a Series and a tensor": (
         """\
 import pandas as pd
@@ -350,6 +412,11 @@ warnings.simplefilter('ignore')""",
         """\
 warnings.warn('of its own')
 torch.arange(6).reshape(2, 3)[pd.Series([0, 1]).to_numpy()]""",
+    ),
+    "a tensor as a mask": (
+        "pd.Series([1, 2]).iloc[torch.tensor([False, True])]",
+        "iloc at line 2 takes a mask that is a tensor as positions 0 and 1",
+        "pd.Series([1, 2]).iloc[torch.tensor([0, 1])], pd.Series([1, 2]).iloc[torch.tensor([True, False]).numpy()]",
     ),
     "event files of several ranks": (
         """\
