@@ -212,7 +212,7 @@ def fit(nodes: Sequence[Mapping[str, Any]], num_ranks: int, gpus_per_rank: int, 
 
 
 def missing(survey: Mapping[str, Any], num_ranks: int, gpus_per_rank: int) -> str:
-    """Say which room is missing for that many ranks, and who has it."""
+    """Say which room is missing for that many ranks, and which placement groups hold it."""
     each = f"1 CPU{f' and {gpus_per_rank} GPU' if gpus_per_rank else ''}"
     kinds = ("CPU", "GPU") if gpus_per_rank else ("CPU",)
     free = ", ".join(
