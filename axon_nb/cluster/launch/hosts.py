@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 from ipyparallel.cluster.launcher import SSHEngineSetLauncher
@@ -31,11 +31,13 @@ from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
 
 from axon_nb.cluster.launch.connection import Connection
 from axon_nb.cluster.launch.placement import Layout, interface_ip
-from axon_nb.cluster.launch.ray import RayOption, describe_placed, find_room, parse_ray, place_command
 from axon_nb.errors import StartError, UsageError
 from axon_nb.host.connections import link_key
 from axon_nb.records.environment import JOIN_KEY, SLURM_JOB, SLURM_NODE
 from axon_nb.records.protocol.agent import GetInfo, ServeHosts
+
+if TYPE_CHECKING:
+    from axon_nb.cluster.launch.ray import RayOption
 
 _USES = "join, join:2, ssh:a,b, slurm, slurm:JOB, mpi:a,b, ray or ray:ADDRESS"
 _QUERY_TIMEOUT_S = 20.0
@@ -115,6 +117,8 @@ def parse_hosts(text: str, num_ranks: int) -> HostsOption:
         counts = _spread(text, [None if here else 0, *[None] * len(nodes)], num_ranks)
         return HostsOption(text, launcher, nodes, counts, job)
     if launcher == "ray":
+        from axon_nb.cluster.launch.ray import parse_ray
+
         return HostsOption(text, launcher, (), (), ray=parse_ray(text))
     raise UsageError(f"--hosts must be {_USES}; got {text}.")
 
@@ -139,6 +143,8 @@ def with_room(
     """
     if option is None or option.ray is None:
         return option, layout, ip
+    from axon_nb.cluster.launch.ray import find_room
+
     ray, layout, node = find_room(option.ray, layout, cpu=cpu, backend=backend)
     option = HostsOption(ray.text, "ray", ray.hosts, (0, *ray.bundles), ray=ray)
     return option, layout, ip or address_towards(node, option.text)
@@ -440,7 +446,11 @@ def start_missing(connection: Connection, layout: Layout, text: str, ranks: Iter
             break
         time.sleep(_POLL_S)
     if missing:
-        ray = parse_ray(text) if launcher == "ray" else None
+        ray = None
+        if launcher == "ray":
+            from axon_nb.cluster.launch.ray import parse_ray
+
+            ray = parse_ray(text)
         option = HostsOption(text, launcher, missing, (), job or SLURM_JOB.get(), ray)
         try:
             _start(connection, option, timeout_s=_RESTART_TIMEOUT_S)
@@ -480,6 +490,8 @@ def _start(connection: Connection, option: HostsOption, *, timeout_s: float) -> 
             (program,) = programs
             program.process.wait(timeout_s)
             program.raise_if_failed()
+            from axon_nb.cluster.launch.ray import describe_placed
+
             print("\n".join(describe_placed(program.output.read_text(), option.ray)), flush=True)
     return list(state.hosts)
 
@@ -567,6 +579,8 @@ def _started(
             )
             programs.append(_Program(option.launcher, option.hosts, python, folder).start(command, key))
         elif option.ray is not None:
+            from axon_nb.cluster.launch.ray import place_command
+
             command = place_command(option.ray, option.hosts, run_dir.name, address, timeout_s / 2)
             programs.append(_Program("ray", option.hosts, sys.executable, folder).start(command, key))
         elif option.launcher == "ssh":

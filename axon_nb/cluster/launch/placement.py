@@ -11,6 +11,7 @@ import os
 import resource
 import socket
 import sys
+import urllib.parse
 from collections.abc import Iterator, Sequence
 
 import psutil
@@ -342,3 +343,18 @@ def raise_if_too_few(num_ranks: int) -> None:
         raise StartError(
             f"{ranks} {needed} open files, but the limit here is {soft}. {how_to_raise(hard, wanted=needed)}"
         )
+
+
+def with_ray_options(hosts: str | None, gpus_per_rank: int | None, placement: str | None) -> str | None:
+    """Return the option `--hosts` with what `--gpus-per-rank` and `--placement` say.
+
+    Raises:
+        UsageError: they are given without `--hosts ray`.
+    """
+    if gpus_per_rank is None and placement is None:
+        return hosts
+    if hosts is None or hosts.partition(":")[0] != "ray":
+        raise UsageError("--gpus-per-rank and --placement are for --hosts ray.")
+    values = {"gpus_per_rank": gpus_per_rank, "placement": placement}
+    query = urllib.parse.urlencode({name: value for name, value in values.items() if value is not None})
+    return f"{hosts if ':' in hosts else 'ray:'}?{query}"

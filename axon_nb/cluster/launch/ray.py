@@ -70,21 +70,6 @@ def parse_ray(text: str) -> RayOption:
     return RayOption(address, None if gpus == "None" else int(gpus), placement, bundles)
 
 
-def with_ray_options(hosts: str | None, gpus_per_rank: int | None, placement: str | None) -> str | None:
-    """Return the option `--hosts` with what `--gpus-per-rank` and `--placement` say.
-
-    Raises:
-        UsageError: they are given without `--hosts ray`.
-    """
-    if gpus_per_rank is None and placement is None:
-        return hosts
-    if hosts is None or hosts.partition(":")[0] != "ray":
-        raise UsageError("--gpus-per-rank and --placement are for --hosts ray.")
-    values = {"gpus_per_rank": gpus_per_rank, "placement": placement}
-    query = urllib.parse.urlencode({name: value for name, value in values.items() if value is not None})
-    return f"{hosts if ':' in hosts else 'ray:'}?{query}"
-
-
 def find_room(option: RayOption, layout: Layout, *, cpu: bool, backend: str) -> tuple[RayOption, Layout, str]:
     """Ask Ray how many ranks each of its nodes has room for.
 
@@ -199,7 +184,7 @@ def raise_if_unreserved(text: str, num_ranks: int) -> None:
     Raises:
         UsageError: there would be more.
     """
-    if not text.startswith("ray:") or num_ranks <= (reserved := sum(parse_ray(text).bundles)):
+    if num_ranks <= (reserved := sum(parse_ray(text).bundles)):
         return
     raise UsageError(
         f"Ray has reserved resources for {reserved} ranks, and a placement group cannot grow. Save a checkpoint, run "

@@ -21,7 +21,6 @@ from axon_nb.cluster import rpc
 from axon_nb.cluster.launch.compatibility import refusal
 from axon_nb.cluster.launch.engines import ANSWER_S, STATES_S, ask, gather, join_config, store_address
 from axon_nb.cluster.launch.placement import Layout, place_ranks, raise_if_over_quota, raise_if_too_few
-from axon_nb.cluster.launch.ray import raise_if_unreserved
 from axon_nb.cluster.recovery import new_ranks
 from axon_nb.cluster.recovery.repair import AGENT_SILENT
 from axon_nb.errors import AxonError, StartError, UsageError
@@ -121,7 +120,10 @@ def _check_request(state: ClusterState, size: int) -> None:
         )
     if reason := refusal(state.rank_info, state.backend):
         raise UsageError(reason)
-    raise_if_unreserved(state.hosts, size)
+    if state.hosts.startswith("ray:"):
+        from axon_nb.cluster.launch.ray import raise_if_unreserved
+
+        raise_if_unreserved(state.hosts, size)
     if health.dead or health.stuck or health.groups_disabled:
         raise UsageError("Not all ranks can communicate: run `%distributed repair` first, then resize.")
     if state.busy:

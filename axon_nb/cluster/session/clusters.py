@@ -25,8 +25,14 @@ from axon_nb.cluster.launch import compatibility
 from axon_nb.cluster.launch.connection import Connection, default_name, in_kernel, kernel_id, open_existing, open_new
 from axon_nb.cluster.launch.engines import join_world, launch_engines, launcher_class, stop_engines
 from axon_nb.cluster.launch.hosts import await_hosts, own_address, parse_hosts, with_room
-from axon_nb.cluster.launch.placement import LOOPBACK, Layout, plan_layout, raise_if_over_quota, raise_if_too_few
-from axon_nb.cluster.launch.ray import with_ray_options
+from axon_nb.cluster.launch.placement import (
+    LOOPBACK,
+    Layout,
+    plan_layout,
+    raise_if_over_quota,
+    raise_if_too_few,
+    with_ray_options,
+)
 from axon_nb.cluster.rpc import request_all, wait_for_output
 from axon_nb.cluster.session import current
 from axon_nb.cluster.session.current import NotebookSession

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from axon_nb.cluster.launch.hosts import own_address, parse_hosts, ssh_command
-from axon_nb.cluster.launch.ray import with_ray_options
+from axon_nb.cluster.launch.placement import with_ray_options
 from axon_nb.errors import UsageError
 from axon_nb.host.ray import fit
 
