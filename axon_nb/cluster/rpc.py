@@ -28,7 +28,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import ipyparallel as ipp
 import zmq
 from ipyparallel.serialize import serialize_object
-from zmq.eventloop.zmqstream import ZMQStream
+from jupyter_client.session import DELIM
 
 from axon_nb.errors import AxonError, StartError
 from axon_nb.records.protocol import wire
@@ -50,6 +50,14 @@ _MAX_PATH = 100
 """Longest path of a Unix socket, nearly."""
 _GREETING_PARTS = 2
 """An engine's identity, and an empty part."""
+_COPIED_PARTS = 7
+"""Of a message: identity, delimiter, signature, and the four that every message has; buffers follow."""
+_RECEIVED_AT_ONCE = 64
+"""Messages, before the loop's other callbacks have a turn."""
+_NO_WAIT, _MORE, _HAS_MORE, _EVENTS = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.RCVMORE), int(zmq.EVENTS)
+_CAN_RECEIVE = int(zmq.POLLIN)
+_JSON = ("json", "orjson")
+"""What Jupyter's sessions call it."""
 R_co = TypeVar("R_co", covariant=True)
 _RESEND_INTERVAL_S = 0.25
 _ACK_POLL_INTERVAL_S = 0.02
@@ -69,6 +77,49 @@ class CellHandler(Protocol):
         """Process the rank's reply: it has finished the cell."""
 
 
+class DirectSocket:
+    """A router socket on an IO loop, and of use on its thread alone.
+
+    It is no ZMQStream, whose bookkeeping takes more time than a small message.
+    """
+
+    def __init__(self, router: Any, io_loop: Any, dispatch: Callable[[list[Any]], None]) -> None:
+        self._router, self._io_loop, self._dispatch = router, io_loop, dispatch
+        io_loop.add_handler(router.fileno(), self._on_event, io_loop.READ)
+
+    def send_multipart(self, parts: list[Any], *, copy: bool = True) -> None:
+        """Send a message; it is dropped if the peer is gone."""
+        for part in parts[:-1]:
+            self._router.send(part, _MORE, copy=copy)
+        self._router.send(parts[-1], copy=copy)
+        if self._router.get(_EVENTS) & _CAN_RECEIVE:  # the file descriptor says so once, and sending may have read it
+            self._io_loop.add_callback(self._on_event)
+
+    def _on_event(self, *event: Any) -> None:
+        for _ in range(_RECEIVED_AT_ONCE):
+            if self._router.closed or not self._router.get(_EVENTS) & _CAN_RECEIVE:
+                return
+            try:
+                self._dispatch(self._receive())
+            except BaseException:
+                self._io_loop.add_callback(self._on_event)
+                raise
+        self._io_loop.add_callback(self._on_event)
+
+    def _receive(self) -> list[Any]:
+        receive, get = self._router.recv, self._router.get
+        parts = [receive(_NO_WAIT)]
+        while get(_HAS_MORE):
+            parts.append(receive(copy=len(parts) < _COPIED_PARTS))
+        return parts
+
+    def close(self) -> None:
+        """Close the socket; what has not been sent is dropped."""
+        if not self._router.closed:
+            self._io_loop.remove_handler(self._router.fileno())
+            self._router.close(linger=0)
+
+
 class RankClient(ipp.Client):
     """An ipyparallel client whose engine ids are ranks."""
 
@@ -79,13 +130,15 @@ class RankClient(ipp.Client):
         self._cells: dict[str, tuple[int, CellHandler]] = {}
         self._on_telemetry: Callable[[TelemetryEvent], None] | None = None
         self._on_output: Callable[[int, str, dict[str, Any]], None] = lambda rank, msg_type, content: None
-        self._direct_stream: Any = None
+        self._direct_socket: DirectSocket | None = None
         """Reaches the ranks of this host without the controller; None: only through it."""
         self._direct: set[bytes] = set()
         """The engines that are connected to it."""
         self._registered = threading.Condition()
         self._queried_at = 0.0
         super().__init__(str(connection_file), **kwargs)
+        if self.session.unpacker in _JSON:
+            self.session.unpack = wire.unpack
         self._queue_handlers["execute_reply"] = self._on_execute_reply
         self._registration_callbacks.append(self._notify_registered)
 
@@ -138,18 +191,22 @@ class RankClient(ipp.Client):
         self, ranks: Iterable[int], content: dict[str, Any], metadata: dict[str, Any], handler: CellHandler
     ) -> list[str]:
         """Send one `execute_request` to each rank; return the message ids, for `forget`."""
-        messages, packed = [], self.session.pack(content)  # once for all ranks
+        pack, ids, messages = self.session.pack, [], []
+        packed, packed_metadata = pack(content), pack(metadata)  # once for all ranks
+        header = self.session.msg_header("execute_request")
         for rank in ranks:
-            message = self.session.msg("execute_request", content=packed, metadata=metadata)
-            self._cells[message["header"]["msg_id"]] = (rank, handler)
-            messages.append((self._engines[rank].encode(), message))
+            header["msg_id"] = self.session.msg_id
+            parts = [pack(header), b"{}", packed_metadata, packed]
+            messages.append([self._engines[rank].encode(), DELIM, self.session.sign(parts), *parts])
+            ids.append(header["msg_id"])
+            self._cells[header["msg_id"]] = (rank, handler)
 
         def send() -> None:
-            for ident, message in messages:
-                self.session.send(self._stream_to(ident), message, ident=ident)
+            for message in messages:
+                self._stream_to(message[0]).send_multipart(message)
 
         self._io_loop.add_callback(send)
-        return [message["header"]["msg_id"] for _, message in messages]
+        return ids
 
     def connect_directly(self, path: Path, host: str, ranks: Iterable[int]) -> None:
         """Have the ranks of this host take cells and calls from a socket of ours; until then, nothing changes.
@@ -165,13 +222,12 @@ class RankClient(ipp.Client):
             return
 
         def listen() -> None:
-            if self._direct_stream is None:
+            if self._direct_socket is None:
                 router = self._context.socket(zmq.ROUTER)
                 router.set_hwm(0)
                 router.bind(f"ipc://{path}")
                 path.chmod(0o600)
-                self._direct_stream = ZMQStream(router, self._io_loop)
-                self._direct_stream.on_recv(self._dispatch_direct, copy=False)
+                self._direct_socket = DirectSocket(router, self._io_loop, self._dispatch_direct)
             for rank in ranks:
                 with contextlib.suppress(KeyError):  # it has just died
                     self.request(rank, DirectRequest(str(path), host, self._engines[rank]))
@@ -179,13 +235,18 @@ class RankClient(ipp.Client):
         self._io_loop.add_callback(listen)
 
     def _stream_to(self, ident: bytes) -> Any:
-        return self._direct_stream if ident in self._direct else self._mux_stream
+        return self._direct_socket if ident in self._direct else self._mux_stream
 
     def _dispatch_direct(self, parts: list[Any]) -> None:
         if len(parts) == _GREETING_PARTS:  # from an engine that is now connected
-            self._direct.add(parts[0].bytes)
-        else:
-            self._dispatch_reply(parts)
+            self._direct.add(parts[0])
+            return
+        try:
+            message = self.session.deserialize(self.session.feed_identities(parts)[1])
+        except Exception:  # as ipyparallel does with what is not signed
+            self.log.exception("Invalid message")
+            return
+        self._queue_handlers[message["msg_type"]](message)
 
     def _send(self, socket: Any, *args: Any, ident: Any = None, **kwargs: Any) -> Any:
         # Calls take the same way as cells, or they would overtake each other.
@@ -194,8 +255,8 @@ class RankClient(ipp.Client):
 
     def close(self, linger: int | None = None) -> None:
         """Close all connections."""
-        if self._direct_stream is not None:
-            self._io_loop.add_callback(self._direct_stream.close, linger=0)
+        if self._direct_socket is not None:
+            self._io_loop.add_callback(self._direct_socket.close)
         super().close(linger=linger)
 
     def forget(self, message_ids: Iterable[str]) -> None:

@@ -44,7 +44,7 @@ from axon_nb.engine.kernel.cells import CellLog, CellRunner
 from axon_nb.engine.kernel.control import VIEWS, CompletionService, control_handlers, install_control_thread
 from axon_nb.engine.kernel.interrupts import OWN_SIGNAL, InterruptHandler, OptimizerSteps
 from axon_nb.engine.output import NativeOutput, OutputBudget, RankStream, enable_crash_reports, install_fork_defaults
-from axon_nb.engine.self_test import start_in_child, startup_verdict
+from axon_nb.engine.self_test import build, start_in_child, startup_verdict
 from axon_nb.engine.session import RankSession, current, inject_names, set_current, set_environment
 from axon_nb.engine.snapshot.history import History
 from axon_nb.engine.snapshot.memory import HostMemory
@@ -53,6 +53,7 @@ from axon_nb.host.connections import store_key
 from axon_nb.host.resources import usable_cores
 from axon_nb.host.shared_memory import find_kept_memory
 from axon_nb.records.environment import HOST_NAME
+from axon_nb.records.hooks import read_all
 from axon_nb.records.protocol.agent import EngineInfo
 from axon_nb.records.protocol.inspection import FailureRequest
 from axon_nb.records.protocol.recovery import DirectRequest, GroupRecord, JoinConfig
@@ -83,6 +84,13 @@ def _on_sigterm(copied: Path, number: int, frame: Any) -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
+def prepare() -> None:
+    """Do, once in the process from which ranks are forked, what would take each of them time and memory."""
+    read_all()
+    build()
+    hooks.hold_modules()
+
+
 def run_engine(argv: list[str]) -> None:
     """Run an ipyparallel engine in this process until it exits; the entry point of a forked rank."""
     from ipyparallel.engine.app import IPEngine
@@ -92,6 +100,7 @@ def run_engine(argv: list[str]) -> None:
     # A kernel imports debugpy for a front end that debugs it, which takes each rank 120 modules; a rank has none.
     sys.modules.setdefault("debugpy", None)  # type: ignore[arg-type]
     install_control_thread()
+    hooks.hide_modules()
     IPEngine.launch_instance(argv=argv, out_stream_factory=RankStream)
 
 
@@ -118,6 +127,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     kernel = _shell().kernel
     if sys.modules.get("debugpy", kernel) is None:
         del sys.modules["debugpy"]  # cells may import it
+    hooks.show_modules()
     _raise_file_limit()
     set_environment(config)
     if config.backend == "nccl":

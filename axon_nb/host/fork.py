@@ -35,12 +35,19 @@ _REQUIRED = (
     "ipykernel.displayhook",
     "ipyparallel.engine.app",
     "ipyparallel.engine.kernel",
+    # What a rank imports when it starts its engine and joins: here the ranks share it.
+    "tornado.platform.asyncio",
+    "tornado.queues",
+    "sqlite3",
+    "IPython.core.completerlib",
+    "IPython.core.oinspect",
+    "IPython.extensions.storemagic",
+    "axon_nb.comm.shared_memory.group",
     "axon_nb.engine.bootstrap",
 )
 # Imported while the agent is idle. The first optimizer alone makes a rank import torch._dynamo, which takes
 # longer than everything else together, and four ranks would do it at once.
 _OPTIONAL = (
-    "IPython.extensions.storemagic",
     "IPython.core.completer",
     "psutil",
     "numpy.random",
@@ -85,12 +92,14 @@ class _Preload:
             return False
         gc.disable()  # nearly all of what an import makes stays; to look it through takes a fifth of the time
         try:
-            importlib.import_module(name)
+            module = importlib.import_module(name)
+            if name == _REQUIRED[-1]:
+                module.prepare()
         except Exception:
             traceback.print_exc()
         finally:
             gc.enable()
-        if not self._required and name == _REQUIRED[-1]:
+        if name == _REQUIRED[-1]:
             gc.collect()
         return True
 
@@ -257,11 +266,13 @@ def _apply(request: ForkRequest) -> None:
     os.chdir(request.cwd)
     sys.path[:] = request.path
     sys.argv = ["ipengine", *request.argv]
-    importlib.invalidate_caches()
+    # Not that of package metadata: it sees changes by itself, and to clear it takes each rank 1 MiB.
+    for finder in sys.path_importer_cache.values():
+        getattr(finder, "invalidate_caches", int)()
     random.seed()
-    if "numpy" in sys.modules:
+    if "numpy.random" in sys.modules:
         # NumPy's global generator was seeded in the agent: without this all ranks would draw the same numbers.
-        sys.modules["numpy"].random.seed()
+        sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
         # As in processes that torchrun starts, whose generators on CPUs have different seeds.
         sys.modules["torch"].default_generator.seed()

@@ -194,6 +194,13 @@ def hook(group: str) -> Hook:
     return convert(_tables()[group], Hook)
 
 
+def read_all() -> None:
+    """Read all hooks, and the versions on which they depend: a process that is forked from this one has them."""
+    for entry in map(hook, groups()):
+        if entry.since or entry.before:
+            _installed(entry.package)
+
+
 @functools.cache
 def tested_versions(package: str) -> tuple[str, ...]:
     """Versions of a package that were checked to have its hooks, such as ``("2.11", "2.12")``, oldest first.

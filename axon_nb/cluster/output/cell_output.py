@@ -67,6 +67,7 @@ class CellOutput:
         self._shown = ShownOutput()
         self._live = LiveArea(sink)
         self._printer = Printer(sink, self._live)
+        self._was_fed = False
         self._due: float | None = None
         self._last_flush = -math.inf
 
@@ -74,6 +75,7 @@ class CellOutput:
         """Process one message, on any thread; return whether a flush is now due sooner than before."""
         now = self._clock()
         with self._lock:
+            self._was_fed = True
             if not self._parser.feed(rank, msg_type, content, now):
                 return False
             times = []
@@ -97,6 +99,9 @@ class CellOutput:
     def rank_done(self, rank: int) -> None:
         """Record that the rank sends no more output, so that nothing waits for it; callable from any thread."""
         with self._lock:
+            if not self._was_fed:
+                self._parser.queue.close(rank)
+                return
             now = self._clock()
             self._parser.settle(now, final=True, ranks=[rank])
             self._parser.queue.close(rank)
@@ -124,6 +129,8 @@ class CellOutput:
 
     def flush(self, *, final: bool = False) -> None:
         """Show what is due, or with `final` everything; on the notebook's thread."""
+        if not self._was_fed:
+            return
         if self.quiet:
             if final:
                 with self._lock:

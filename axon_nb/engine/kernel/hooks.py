@@ -21,9 +21,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import zmq
+from ipykernel import ipkernel
 from jupyter_client.jsonutil import json_default
 from zmq.eventloop.zmqstream import ZMQStream
 
@@ -74,8 +75,30 @@ def install(kernel: Any, track_task: Callable[[Any], contextlib.AbstractContextM
     _hold_json(kernel.session)
 
 
+class _WithoutModules:
+    """Python's `sys`, as if nothing was imported."""
+
+    modules: ClassVar[dict[str, Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys, name)
+
+
+def hide_modules() -> None:
+    """Have the kernel that starts note no files of modules; to look at all takes each rank 8 MiB that ranks share."""
+    if not missing_hooks("kernel.modules"):
+        vars(ipkernel).update(sys=_WithoutModules())
+
+
+def show_modules() -> None:
+    """End `hide_modules`."""
+    vars(ipkernel).update(sys=sys)
+
+
 def hold_modules() -> None:
     """Let what runs between cells use copies of modules; profilers and mocks replace functions of the modules."""
+    if json is not sys.modules["json"]:  # held where this process was forked from
+        return
     for original in (json, signal, time):
         own = ModuleType(original.__name__)
         vars(own).update(vars(original))

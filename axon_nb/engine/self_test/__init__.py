@@ -6,6 +6,6 @@ cached per build of torch, Python and axon_nb (`verdict`). A start reads it, and
 
 from __future__ import annotations
 
-from axon_nb.engine.self_test.verdict import start_in_child, startup_verdict
+from axon_nb.engine.self_test.verdict import build, start_in_child, startup_verdict
 
-__all__ = ["start_in_child", "startup_verdict"]
+__all__ = ["build", "start_in_child", "startup_verdict"]

@@ -40,12 +40,12 @@ def cache_folder() -> Path:
 
 
 @functools.cache
-def _key() -> str:
+def build() -> str:
     """Identify what the verdict depends on: builds of torch, Python, ipykernel, IPython, ipyparallel; our hooks."""
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in [*(path for folder in _SOURCES for path in sorted((package / folder).glob("*.py"))), REGISTER]:
-        stat = path.stat()  # every rank does this when it starts: reading the files would take 7 ms
+        stat = path.stat()  # reading the files would take 7 ms
         digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     parts = (torch.version.git_version, platform.python_version(), sys.platform, __version__, *_versions().values())
     digest.update("\0".join(map(str, parts)).encode())
@@ -76,7 +76,7 @@ def cached_verdict() -> Verdict | None:
         age_s = time.time() - _path().stat().st_mtime
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if content["build"] != _key() or (verdict.lost and age_s > _FAILURE_VALID_S):
+    if content["build"] != build() or (verdict.lost and age_s > _FAILURE_VALID_S):
         return None
     return verdict
 
@@ -99,7 +99,7 @@ def run_and_save() -> Verdict:
     # On a starved machine a check times out: that says nothing about versions that are known to work.
     if not (verdict.lost and are_tested(_versions()) and all(is_timeout(item.reason) for item in verdict.lost)):
         with contextlib.suppress(OSError):
-            _write(_path(), json.dumps({"build": _key(), "verdict": msgspec.to_builtins(verdict)}))
+            _write(_path(), json.dumps({"build": build(), "verdict": msgspec.to_builtins(verdict)}))
     return verdict
 
 

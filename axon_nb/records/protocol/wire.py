@@ -82,6 +82,14 @@ def pack(content: Mapping[str, Any]) -> bytes:
     return _json.encode(content).encode()
 
 
+def unpack(part: bytes) -> Any:
+    """Unpack a part of a Jupyter message: what JSON has, NaN and infinities included."""
+    try:
+        return msgspec.json.decode(part)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return json.loads(part.decode("utf-8", "replace"))
+
+
 def _plain(value: Any) -> Any:
     # Values of other types that users pass, such as numbers of NumPy.
     plain: Any

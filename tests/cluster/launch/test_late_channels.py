@@ -30,7 +30,7 @@ with contextlib.ExitStack() as stack:
     for channel in {channels!r}:
         stack.enter_context(delay(run_dir.{side}_file, channel, seconds=2.0))
     connection = Connection(run_dir, agent, connect(run_dir.client_file, timeout_s=100, alive=lambda: True))
-    launch_engines(connection, layout, engines="axon", timeout_s=100)
+    launch_engines(connection, layout, engines="axon", timeout_s=100, on_registered=lambda count: None)
     print(len(join_world(connection, layout, Settings(), timeout_s=100)))
     connection.stop()
 """

@@ -25,6 +25,14 @@ def test_ipykernel_and_torch_have_the_hooks_of_ranks(kernel: Kernel) -> None:
     assert reply.lines() == ["[rank 0] [] []", "[rank 0] RecoverableGroup True gloo"]
 
 
+def test_rank_looks_at_no_files_of_modules_for_a_debugger(kernel: Kernel) -> None:
+    reply = kernel.ok(
+        "%%distributed --ranks 0\nimport sys\nfrom ipykernel import ipkernel\n"
+        "print(get_ipython().kernel._kernel_modules, ipkernel.sys is sys)"
+    )
+    assert reply.lines() == ["[rank 0] [] True"]
+
+
 def test_restart_and_shutdown_are_distinguished(kernel: Kernel) -> None:
     code = "get_ipython().kernel.do_shutdown.__module__"
     assert kernel.ok(code).result == "'axon_nb.cluster.session.current'"
