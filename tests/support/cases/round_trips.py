@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 from IPython.core.getipython import get_ipython
@@ -30,7 +31,8 @@ def drawn(seed: int, changed: int = -1) -> Any:
     items = nested(seed, changed)[0]
     if draw.random() < 0.15:
         items.append(NOT_SENT[draw.choice(list(NOT_SENT))](1))
-    return draw.choice([list, list, list, tuple, tuple, lambda v: {"a": v}, Plain, lambda v: v[0]])(items)
+    wraps: list[Callable[[Any], Any]] = [list, list, list, tuple, tuple, lambda v: {"a": v}, Plain, lambda v: v[0]]
+    return draw.choice(wraps)(items)
 
 
 def _pulled(seed: int, got: Any) -> str:
