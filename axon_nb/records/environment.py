@@ -65,6 +65,10 @@ CHECK_INPUTS = Variable("AXON_NB_CHECK_INPUTS", default="1")
 """`0` turns off what the notebook compares after a cell that calls a model that transformers has split over ranks: its
 inputs, which must be [the same on all of them](howto/inside.md#ranks-must-agree)."""
 
+OUTPUT_AT_END = Variable("AXON_NB_OUTPUT_AT_END", default="0")
+"""`1` shows what ranks print when their cell ends, in an order that depends on what they print and not on when, so that
+[two equal runs can be compared](howto/terminal.md#compare-two-runs-of-a-notebook). Set it before the cluster starts."""
+
 CPU_BACKEND = Variable("AXON_NB_CPU_BACKEND", default="shm")
 """What `--backend auto` chooses for ranks on the CPUs of one host: `shm`, shared memory, or `gloo`, Gloo's sockets. See
 [the design](design/shared_memory.md)."""

@@ -30,6 +30,7 @@ from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.snapshot import Trials, begin_trials
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError, UsageError
+from axon_nb.records.environment import OUTPUT_AT_END
 from axon_nb.records.protocol.cells import CellFacts
 from axon_nb.records.protocol.inspection import WaitsRequest
 from axon_nb.records.ranks import name_ranks, resolve_ranks
@@ -107,6 +108,7 @@ class CellManager:
         """The result for programs of the last cell that is done; None: there was none."""
         self._numbers = itertools.count(1)
         self._runs, self._suffix = itertools.count(random.getrandbits(32)), uuid.uuid4().hex
+        self._output_at_end = OUTPUT_AT_END.is_enabled()
         self._lock = threading.Lock()
 
     def run(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
@@ -211,7 +213,9 @@ class CellManager:
         run = CellRun(
             self.state.client,
             ranks,
-            CellOutput(ranks, sink, quiet=quiet, limit_bytes=self.state.settings.output_limit),
+            CellOutput(
+                ranks, sink, quiet=quiet, limit_bytes=self.state.settings.output_limit, at_end=self._output_at_end
+            ),
             self._abort_controller(ranks),
             timeout_s=options.get("timeout"),
             view=options.get("view"),

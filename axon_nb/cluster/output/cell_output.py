@@ -45,6 +45,7 @@ class CellOutput:
         sink: Where the output goes.
         quiet: Whether to show nothing; `text` still returns what ranks printed.
         limit_bytes: Maximum number of bytes of text to show.
+        at_end: Whether to show nothing but bars before all ranks are done, so that the order does not depend on time.
         clock: Returns seconds.
     """
 
@@ -55,9 +56,11 @@ class CellOutput:
         *,
         quiet: bool = False,
         limit_bytes: int = 1 << 20,
+        at_end: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.quiet = quiet
+        self._at_end = at_end
         self._clock = clock
         in_place = is_in_place(sink)
         self._lock = threading.Lock()
@@ -164,7 +167,9 @@ class CellOutput:
             self._schedule(self._flush_times(now))
 
     def _next_batch(self, now: float, *, final: bool) -> list[Choice]:
-        parser, batch = self._parser, []
+        parser, batch = self._parser, list[Choice]()
+        if self._at_end and not (final or parser.queue.closed):
+            return batch
         while (choice := parser.queue.peek(now, HOLD_S, final=final)) is not None:
             verdict = self._budget.judge(choice.item, now, final=final)
             if verdict is Verdict.WAIT:

@@ -51,8 +51,15 @@ _MACHINERY = (
     "typing", "weakref", "zmq",
 )  # fmt: skip
 """Packages whose objects are the machinery under a session, not its state."""
+_LOCKS = ("Condition", "Lock", "RLock")
+"""Classes of multiprocessing of which many objects have one."""
 _OUTSIDE = ("_asyncio", "asyncio", "concurrent", "multiprocessing", "torch.fx")
 """Packages whose objects have state in other processes or threads, or in more places than attributes."""
+_SIMPLE_MACHINERY = (
+    ("IPython.core.display", "DisplayObject"), ("logging", "Filter"), ("logging", "Formatter"),
+    ("logging", "PercentStyle"),
+)  # fmt: skip
+"""Classes of these packages that users have in variables: they have attributes and nothing else."""
 _ATTRIBUTES_APART = (
     ("numpy", "memmap"), ("weakref", "WeakValueDictionary"), ("weakref", "WeakKeyDictionary"), ("weakref", "WeakSet"),
 )  # fmt: skip
@@ -211,6 +218,8 @@ def _obstacle_of(kind: type) -> str:
         if issubclass(kind, base):
             return what
     if kind.__name__ in _SCRIPTED and kind.__module__.startswith("torch"):
+        return describe_type(kind)
+    if kind.__module__ == "multiprocessing.synchronize" and kind.__name__ not in _LOCKS:
         return describe_type(kind)
     if _is_machinery(kind) or issubclass(kind, tuple(ITEMS)):
         return ""
@@ -558,6 +567,7 @@ _LOADED: dict[tuple[str, str], Kind | list[Kind]] = {
     ),
     ("logging", "Logger"): _logger_kind("level", "disabled", "propagate", "handlers", "filters"),
     ("logging", "Handler"): _logger_kind("level", "formatter", "filters"),
+    **dict.fromkeys(_SIMPLE_MACHINERY, _refers(lambda *_: ())),
     ("functools", "_lru_cache_wrapper"): leaf(_save_cache, _set_cache),
     ("_thread", "_local"): Kind(
         lambda value: dict(value.__dict__),

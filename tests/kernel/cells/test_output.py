@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -167,3 +167,15 @@ def test_what_is_printed_through_an_own_stdout_appears_in_its_cell(kernel: Kerne
             "sys.stdout, sys.stderr = t_stdout, t_stderr; print('back')"
         )
         assert back.lines() == ["[ranks 0-1] child", "[ranks 0-1] back"], mute
+
+
+def test_output_at_the_end_has_the_same_order_in_equal_runs(new_kernel: Callable[..., Kernel]) -> None:
+    kernel = new_kernel(AXON_NB_OUTPUT_AT_END="1")
+    kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+    cell = (
+        "%%distributed\nimport sys, time\nfor step in range(3):\n    time.sleep(0.3 * (rank == {late}))\n"
+        "    print('step', step)\n    print(rank, 'has', step, file=sys.stderr if step == 2 else sys.stdout)\nrank"
+    )
+    first, second = (kernel.ok(cell.format(late=late)) for late in (0, 1))
+    assert [text for _, _, text in first.arrivals] == [text for _, _, text in second.arrivals]
+    assert [line for line in first.stdout.splitlines() if "step" in line] == [f"[ranks 0-1] step {n}" for n in range(3)]

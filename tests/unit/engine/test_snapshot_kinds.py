@@ -26,6 +26,7 @@ import array, collections, functools, io, logging, queue, random, threading, typ
 import numpy as np
 import pandas as pd
 import torch
+from IPython.display import HTML
 
 frame = pd.DataFrame({"a": [1, 2], "s": ["x", "y"]}); column = frame["a"]; copy = frame.copy()
 series = pd.Series([1.0, 2.0]); texts = pd.Series(["a", "b"]); kinds = pd.Series(["a", "b"], dtype="category")
@@ -39,6 +40,7 @@ gaps = np.zeros((4, 4))[::2, ::2].copy(order="F")[:, ::-1]; numbers = np.arange(
 draws = np.random.default_rng(5); old_draws = np.random.RandomState(1)
 storage = torch.zeros(3).untyped_storage()
 logger = logging.Logger("t"); handler = logging.NullHandler(); logger.addHandler(handler); logger.isEnabledFor(10)
+pattern = logging.Formatter("%(message)s", style="%"); chosen = logging.Filter("a"); page = HTML("<b>a</b>")
 stream = io.BytesIO(b"abc"); text = io.StringIO("abc"); raw = bytearray(b"abc"); view = memoryview(bytearray(b"abc"))
 table = collections.defaultdict(list, a=[1]); words = collections.Counter("aab"); chain = collections.ChainMap({"a": 1})
 machine = array.array("i", [1, 2]); jobs = queue.Queue(); stop = threading.Event()
@@ -78,6 +80,7 @@ CHANGES = [
     "numbers.dtype = 'f8'; numbers.flags.writeable = False; gaps[0, 0] = 4",
     "draws.random(); draws.spawn(2); old_draws.rand(); storage[0] = 7",
     "logger.setLevel(30); logger.removeHandler(handler); logger.disabled = True; handler.setLevel(40)",
+    "pattern.datefmt = '%H'; pattern._style._fmt = 'x'; chosen.name = 'b'; page.data = 'c'; page.metadata['new'] = 1",
     "stream.read(2); stream.write(b'more'); text.write('more'); raw.append(4); view[0] = 5",
     "table['new'].append(1); table['a'].append(2); table.default_factory = None; words.update('ab'); chain['b'] = 2",
     "machine.append(3); machine[0] = 9; jobs.put(1); stop.set(); local.n = 2; local.m = 3",
@@ -88,12 +91,12 @@ CHANGES = [
     "Sized.log('a'); Sized.size = 2; cached(1); cached(2)",
 ]
 NAMED = """
-import decimal, functools, hashlib, itertools, sqlite3, zlib
+import decimal, functools, hashlib, itertools, multiprocessing, sqlite3, zlib
 import torch
 digest = hashlib.sha256(); database = sqlite3.connect(":memory:"); packer = zlib.compressobj()
 context = decimal.Context(); pairs = zip([1], [2]); count = itertools.count()
 scripted = torch.jit.script(torch.nn.Linear(1, 1))
-within = {"a": [digest]}
+within = {"a": [digest]}; happened = multiprocessing.Event()
 @functools.lru_cache
 def cached(n): return [n]
 cached(1)
@@ -222,6 +225,7 @@ def test_what_has_no_exact_way_is_named() -> None:
         "count": "an itertools.count",
         "scripted": "a torch.ScriptModule",
         "within": "a _hashlib.HASH",
+        "happened": "a multiprocessing.synchronize.Event",
         "cached": "a cache of calls",
     }
 
