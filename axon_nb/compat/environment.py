@@ -40,6 +40,7 @@ SURPRISES = {
     "tensordict._lazy": "prepare_lazy_stacks",
     "tensordict.base": "prepare_tensordict",
     "torch._dynamo.eval_frame": "prepare_compiler",
+    "torch.distributed.checkpoint.default_planner": "prepare_loads",
     "torch.distributed.checkpoint.format_utils": "prepare_conversion",
     "torch.distributed.checkpoint.hf_storage": "prepare_safetensors",
     "torch.distributed.checkpoint.state_dict": "prepare_state_dicts",

@@ -104,6 +104,8 @@ def watch_dtensors(module: ModuleType) -> None:
         _handle(module, operator, _check_write)
     for operator in (aten.sum.default, aten.sum.dim_IntList, aten._to_copy.default):
         _handle(module, operator, _check_pending)
+    for operator in (aten.amax.default, aten.amin.default, aten.linalg_vector_norm.default):
+        _handle(module, operator, _check_extreme)
     _after(torch, "load", functools.partial(_check_loaded, module.DTensor))
     _after(torch.optim.Muon, "__init__", _check_muon)
 
@@ -178,6 +180,20 @@ def _check_pending(result: Any, operator: Any, args: tuple[Any, ...]) -> None:
         tell("any() of a sharded tensor{place}, taken as a number, counts each rank: use `.int().amax()` instead.")
 
 
+def _check_extreme(result: Any, operator: Any, args: tuple[Any, ...]) -> None:
+    """Look for extremes that get a gradient: torch divides it by how many equal them, and counts this rank's alone."""
+    name = operator.name().partition("::")[2]
+    if name == "linalg_vector_norm":
+        if len(args) < 2 or not math.isinf(args[1]):
+            return
+        name = "a norm of order inf"
+    if args[0].requires_grad and torch.is_grad_enabled() and any(one.is_partial() for one in result.placements):
+        tell(
+            f"the gradient of {name} of a sharded tensor{{place}} is NaN or infinite, as torch counts equal values in "
+            "this rank's part alone: use `max()` or `min()` of the whole tensor."
+        )
+
+
 def _note_draw(result: Any, operator: Any, args: tuple[Any, ...]) -> None:
     global shard_draw
     _check_write(result, operator, args)
@@ -242,6 +258,24 @@ def _check_groups(model: Any, optimizers: Any, optim_state_dict: Any = None, **_
             f"the optimizer state{{place}} was saved with {len(loaded)} parameter groups, and this optimizer has "
             f"{count}: torch merges their learning rates and decays. Create it with the groups that were saved."
         )
+
+
+def prepare_loads(module: ModuleType) -> None:
+    """Look for values that are loaded into a type that cannot hold them."""
+
+    def look(state_dict: Mapping[str, Any], metadata: Any, *_: Any, **__: Any) -> None:
+        for name, saved in metadata.state_dict_metadata.items():
+            kind, value = getattr(getattr(saved, "properties", None), "dtype", None), state_dict.get(name)
+            if kind is None or not isinstance(value, torch.Tensor) or kind == value.dtype:
+                continue
+            is_cut = not value.dtype.is_floating_point and not value.dtype.is_complex
+            if not torch.can_cast(kind, value.dtype) or (is_cut and value.dtype.itemsize < kind.itemsize):
+                tell(
+                    f"`{name}`{{place}} was saved as {kind} and is loaded into {value.dtype}, which cuts its values: "
+                    "load it into a tensor of the type that was saved."
+                )
+
+    _before(module, "create_default_local_load_plan", look)
 
 
 def prepare_conversion(module: ModuleType) -> None:

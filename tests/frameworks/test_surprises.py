@@ -344,6 +344,28 @@ assert layer.weight.full_tensor()[:, 0].abs().max() > 0""",
 assert (rows >= 0).int().amax(0).sum().full_tensor().tolist() == 2
 (rows > 0).sum(), (rows > 0).float().mean(), (rows > 0).all(0).int()""",
     ),
+    "gradient of an extreme": (
+        "weight = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)]).requires_grad_()\nweight.amax()",
+        "the gradient of amax of a sharded tensor at line 3 is NaN or infinite",
+        """\
+weight = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)]).requires_grad_()
+weight.detach().amax(), weight.amax(dim=1), weight.norm()
+with torch.no_grad():
+    weight.amax()
+weight.max().backward()
+assert weight.grad.full_tensor().sum() == 1""",
+    ),
+    "loaded into another type": (
+        """\
+import torch.distributed.checkpoint as dcp
+dcp.save({'rate': torch.tensor([0.9])}, checkpoint_id=f"{folder}/rate")
+dcp.load({'rate': torch.tensor([0])}, checkpoint_id=f"{folder}/rate")""",
+        "`rate` at line 4 was saved as torch.float32 and is loaded into torch.int64, which cuts its values",
+        """\
+found = {'rate': torch.tensor([0.0], dtype=torch.bfloat16)}
+dcp.load(found, checkpoint_id=f"{folder}/rate")
+assert found['rate'].item() > 0.8""",
+    ),
     "members of a group of others": (
         """\
 other = dist.new_group([0])
