@@ -15,6 +15,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from axon_nb.cluster.rpc import Answer, RankClient, request_each
+from axon_nb.records.protocol.cells import CellEnd
 from axon_nb.records.protocol.inspection import NumbersReply, NumbersRequest
 from axon_nb.records.ranks import name_ranks, unpack_ranks
 from axon_nb.records.training.digests import LAST, NonFinite, StepNumbers
@@ -42,6 +43,23 @@ _WHAT = {
     "gradient": "the gradient",
 }
 _CORRECT = "The optimizer of this step has not used the gradients: correct the cell, and run it again from this step."
+
+
+def sampler_hint(reports: Mapping[int, CellEnd]) -> str:
+    """Return a hint if ranks shuffle samples differently before each takes its share; empty if they do not.
+
+    Args:
+        reports: What each rank reported at the end of the cell.
+    """
+    found = {rank: end.draws.sampler for rank, end in sorted(reports.items()) if end.draws and end.draws.sampler}
+    first = next(iter(found), 0)
+    other = next((rank for rank, text in found.items() if text != found[first]), None)
+    if other is None:
+        return ""
+    return (
+        f"Hint: ranks repeat samples and skip others, as each takes its share of another order: {found[first]} on rank "
+        f"{first}; {found[other]} on rank {other}. Give the DistributedSampler the same seed and epoch on all ranks."
+    )
 
 
 class DivergenceWatch:

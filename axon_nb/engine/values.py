@@ -418,6 +418,7 @@ def _module(value: Any) -> Node:
         _name(type(value)),
         children=[
             *_module_parts(value),
+            *_hooks(value),
             *((f".{name}", vars(value)[name]) for name in names),
             *([(".__class__", type(value))] if type(value).__module__ == "__main__" else []),
         ],
@@ -427,6 +428,14 @@ def _module(value: Any) -> Node:
 def _module_parts(value: Any) -> Iterator[tuple[str, Any]]:
     named = (value.named_parameters(recurse=False), value.named_buffers(recurse=False), value.named_children())
     return ((f".{name}", item) for part in named for name, item in part)
+
+
+def _hooks(value: Any) -> Iterator[tuple[str, Any]]:
+    """The code of hooks, which change what a module computes; what they hold is of one rank, such as activations."""
+    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        for hook in vars(value).get(name, {}).values():
+            if not str(hook.__module__).startswith("axon_nb."):
+                yield f".{name}", getattr(hook, "__code__", None) or _name(type(hook))
 
 
 def _wrapper(value: Any) -> Node:

@@ -19,7 +19,7 @@ from axon_nb.cluster.cells.kernel_interrupts import KernelInterrupts
 from axon_nb.cluster.cells.options import CellOptions
 from axon_nb.cluster.cells.result import CellResult, cell_record, last_values, measurements
 from axon_nb.cluster.cells.run import CellRun
-from axon_nb.cluster.divergence import DivergenceWatch
+from axon_nb.cluster.divergence import DivergenceWatch, sampler_hint
 from axon_nb.cluster.launch.compatibility import after_failure, collective_timeout
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.output.sinks import WaitNotice
@@ -312,6 +312,7 @@ class CellManager:
         fetched = last_values(state, with_value, run.token)
         if not options.get("quiet", False):
             state.health.hint("draws", failures.shared_draws_hint(run.cell.ends, run.ranks))
+            state.health.hint("samplers", sampler_hint(run.cell.ends))
         text = {rank: run.output.text(rank) for rank in run.ranks}
         measured = measurements(run.cell.ends)
         return CellResult(fetched, run.errors, run.cell.seconds, text, record=record, numbers=numbers, **measured)

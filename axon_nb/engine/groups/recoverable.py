@@ -126,6 +126,8 @@ class RecoverableWork(Work):
             self._call.wait_started_ns = time.monotonic_ns()
         try:
             self._wait_sliced(end) if self._sliced else self._wait_in_helper(end)
+        except KeyboardInterrupt as interrupt:  # loggers of the user's need not show where in our code it came
+            raise interrupt.with_traceback(None)  # noqa: B904
         except Exception as error:
             if (described := self._describe(error)) is not error:
                 raise described from None

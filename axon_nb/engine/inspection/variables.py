@@ -207,8 +207,6 @@ class DigestWalk:
 
 
 def _walk(name: str, value: Any, **options: Any) -> DigestWalk:
-    # DROPPED  # the first who asks pays for it
-
     walk = DigestWalk(name, **options)
     walk.run(value)
     return walk
@@ -284,6 +282,8 @@ def variable_tree(name: str) -> VariableTree:
     variables = user_variables(current().kernel.shell)
     if name not in variables:
         return VariableTree(refused="has no such variable")
+    if isinstance(variables[name], ModuleType):
+        return VariableTree(refused="is a module, and modules are not compared")
     walk = _walk(name, variables[name])
     return VariableTree(
         digests=bytes(walk.digests),

@@ -49,6 +49,7 @@ _MESSAGE_OVERHEAD = 64
 _OUTPUT_TYPES = ("clear_output", "display_data", "execute_result", "stream", "update_display_data")
 _DELIMITER = b"<IDS|MSG>"
 _NAMES = frozenset({"MemoryError", "OutOfMemoryError"})
+_WORD = re.compile(r"\w+")
 _TEXT = re.compile(r"can't allocate memory|not enough memory")
 """In a RuntimeError of torch's allocator for CPUs."""
 _SURPRISES = "axon_nb.compat.surprises"
@@ -310,26 +311,28 @@ class RandomDraws:
         if (surprises := sys.modules.get(_SURPRISES)) is not None:
             vars(surprises)["shard_draw"] = ""
 
-    def report(self, shell: Any, *, communicated: bool) -> protocol.Draws | None:
+    def report(self, shell: Any, code: str, *, communicated: bool) -> protocol.Draws | None:
         """Report at the end of the cell; None if nothing was drawn, or no model here is sharded or replicated.
 
         Args:
             shell: The rank's shell.
+            code: The cell; what it names is named first.
             communicated: Whether the cell communicated; its models may be replicas only then.
         """
         digest = getattr(sys.modules.get(_SURPRISES), "shard_draw", "")
         if digest:
             return protocol.Draws((digest, digest), "", "", into_shards=True)
         try:
-            return self._find_shared_draws(shell) if communicated else None
+            return self._find_shared_draws(shell, code) if communicated else None
         except Exception:  # a hint must never fail a cell
             return None
 
-    def _find_shared_draws(self, shell: Any) -> protocol.Draws | None:
+    def _find_shared_draws(self, shell: Any, code: str) -> protocol.Draws | None:
         before, after = (b"".join(one.numpy().tobytes() for one in state) for state in (self._before, self._state()))
         if after == before:
             return None
-        variables = user_variables(shell)
+        named = frozenset(_WORD.findall(code))
+        variables = dict(sorted(user_variables(shell).items(), key=lambda item: item[0] not in named))
         models = {name: value for name, value in variables.items() if isinstance(value, nn.Module)}
         replicas = {name: model for name, model in models.items() if _is_replicated(model)}
         if not replicas:
@@ -337,7 +340,8 @@ class RandomDraws:
         dropout = next((name for name, model in replicas.items() if _uses_dropout(model)), "")
         loader = next((name for name, value in variables.items() if _shuffles_globally(value)), "")
         first, last = (hashlib.blake2b(state, digest_size=8).hexdigest() for state in (before, after))
-        return protocol.Draws((first, last), dropout, loader) if dropout or loader else None
+        sampler = next(filter(None, (_shuffle_of(name, value) for name, value in variables.items())), "")
+        return protocol.Draws((first, last), dropout, loader, sampler=sampler) if dropout or loader or sampler else None
 
     def _state(self) -> list[torch.Tensor]:
         try:
@@ -367,6 +371,15 @@ def _shuffles_globally(value: Any) -> bool:
         return False
     sampler = value.sampler
     return isinstance(sampler, data.RandomSampler) and sampler.generator is None and value.generator is None
+
+
+def _shuffle_of(name: str, value: Any) -> str:
+    data = sys.modules.get("torch.utils.data")
+    sampler = value.sampler if data is not None and isinstance(value, data.DataLoader) else None
+    if data is None or not isinstance(sampler, data.DistributedSampler) or not sampler.shuffle:
+        return ""
+    is_split = sampler.num_replicas == current().config.world_size
+    return f"`{name}` has seed {sampler.seed} and epoch {sampler.epoch}" if is_split else ""
 
 
 def seed(value: int, *, per_rank: bool = False) -> int:
@@ -456,7 +469,7 @@ class CellRunner:
             calls=max(0, communicated),
             aborted_at=aborted_at,
             has_value=has_value,
-            draws=draws.report(shell, communicated=communicated > 0),
+            draws=draws.report(shell, code, communicated=communicated > 0),
             model_calls=() if (split_models := sys.modules.get(_SPLIT_MODELS)) is None else split_models.take_calls(),
             threads=() if is_ok else session.groups.calls.calling_threads(),
             left=session.groups.calls.left(),

@@ -28,7 +28,7 @@ from msgspec import Struct
 from axon_nb.engine.groups import creation, recovery
 from axon_nb.engine.protection.slots import Header, SlotMemory, pack, read_bytes, read_headers, unpack
 from axon_nb.engine.session import RankSession, current
-from axon_nb.engine.snapshot.history import Snapshot
+from axon_nb.engine.snapshot.history import Snapshot, modes
 from axon_nb.engine.snapshot.memory import default_limit
 from axon_nb.engine.snapshot.state import StateFinder
 from axon_nb.engine.transfer.namespace import Place
@@ -195,7 +195,9 @@ class Protection:
         else:
             self._run, self._fence, self._left_out = key, (0, 0), {}
             try:
-                obstacles = dict(self._fill().state.obstacles)
+                snapshot = self._fill()
+                snapshot.modes = modes()
+                obstacles = dict(snapshot.state.obstacles)
             except Exception as error:  # no memory for the copy, or an odd object
                 missing = f"could not copy its state ({type(error).__name__}: {error})"
         return UndoableCell(key, 0, (), 0.0, missing, obstacles)

@@ -6,8 +6,9 @@ The notebook asks to list them, to undo a cell, to hold one and to restore it.
 from __future__ import annotations
 
 import ast
+import os
 import time
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +38,60 @@ _MAX_INERT = 200
 """Most characters of code that are worth looking whether it can change anything."""
 
 
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(saved: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(saved[0], warn_only=saved[1])
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it has been removed
+        return ""
+
+
+def _set_folder(saved: str) -> None:
+    if saved:
+        os.chdir(saved)
+
+
+def _device() -> torch.device:
+    return torch.empty(0, device=None).device  # torch.get_default_device imports a module
+
+
+def _set_device(saved: torch.device) -> None:
+    torch.set_default_device(None if saved == torch.device("cpu") else saved)
+
+
+_MODES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch's default device": (_device, _set_device),
+    "the mode of gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch's precision of float32": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "torch's deterministic algorithms": (_deterministic, _set_deterministic),
+    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "the working directory": (_folder, _set_folder),
+}
+
+
+def modes() -> list[Any]:
+    """Return what is set for the whole process; on the main thread, as the mode of gradients belongs to a thread."""
+    return [get() for get, _ in _MODES.values()]
+
+
+def _set_modes(saved: list[Any]) -> Iterator[str]:
+    """Set what `modes` returned; yield a line for what refuses it."""
+    for (name, (get, restore)), before in zip(_MODES.items(), saved, strict=True):
+        try:
+            if get() != before:
+                restore(before)
+        except Exception as error:
+            yield f"{name} ({type(error).__name__}: {error})"
+
+
 class StepCounts(Protocol):
     """The number of steps that each optimizer has made, which messages after a failed cell compare between ranks."""
 
@@ -54,6 +109,8 @@ class Snapshot(Struct):
     steps: list[int] = field(default_factory=list)
     random: dict[str, Any] = field(default_factory=dict)
     """The states of the shared generators."""
+    modes: list[Any] = field(default_factory=list)
+    """What is set for the process; empty: unknown, as within an optimizer's step, where gradients are off."""
 
     @property
     def facts(self) -> list[StorageFacts]:
@@ -131,7 +188,7 @@ class Snapshot(Struct):
         for optimizer, steps in zip(self.state.optimizers, self.steps, strict=True):
             counts.set(optimizer, steps)
         set_random_states(self.random)
-        return refused
+        return [*refused, *(_set_modes(self.modes) if self.modes else ())]
 
 
 class TooLargeError(Exception):
@@ -269,6 +326,7 @@ class History:
             needs = format_bytes(snapshot.state.size)
             raise TooLargeError(f"has a state of {needs}, more than {format_bytes(limit)}")
         snapshot.save(snapshot.changed_since(self._latest()), self._memory, self._counts)
+        snapshot.modes = modes()
         self._held[key] = snapshot
         self._add(snapshot)
         return dict(snapshot.state.obstacles)
@@ -291,6 +349,7 @@ class History:
         while self.cells and (len(self.cells) >= _MAX_CELLS or self._used + needed > limit):
             self._drop(self.cells.pop(0))
         snapshot.save(changed, self._memory, self._counts)
+        snapshot.modes = modes()
         self._add(snapshot)
         return snapshot
 

@@ -118,6 +118,8 @@ class Draws(Struct, frozen=True):
     """Name of a DataLoader that shuffles with the global generator; may be empty."""
     into_shards: bool = False
     """Whether they went into the shards of a tensor; `states` then stand for the last of these draws."""
+    sampler: str = ""
+    """What the order of a DataLoader with a DistributedSampler depends on, as a clause; empty: there is none."""
 
 
 class NotedInput(Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -138,6 +139,37 @@ def test_what_cannot_be_restored_is_named_first(protected: Kernel) -> None:
     last = protected.ok("%distributed undo").stdout.splitlines()[-1]
     assert last.endswith("ranks 0-1 have the state from before."), "a cell that changes nothing"
     protected.ok("%%distributed\ndel digest")
+
+
+MODES = """
+import os
+def t_modes():
+    seen = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(), torch.get_num_threads()
+    return *seen, torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), os.getcwd()
+"""
+SET = """
+torch.set_default_dtype(torch.float64); torch.set_default_device("meta"); torch.set_grad_enabled(False)
+torch.set_num_threads(torch.get_num_threads() + 1); torch.use_deterministic_algorithms(True)
+torch.set_float32_matmul_precision("medium"); os.chdir({folder!r})
+"""
+
+
+def test_defaults_of_torch_and_the_folder_are_undone_and_the_same_for_each_branch(
+    protected: Kernel, tmp_path: Path
+) -> None:
+    protected.ok(f"%%distributed\n{MODES}\nt_before, t_seen = t_modes(), []")
+    changes = SET.format(folder=str(tmp_path))
+    protected.ok(f"%%distributed\n{changes}\nassert all(a != b for a, b in zip(t_modes(), t_before))")
+    protected.ok("%distributed undo")
+    assert protected.ok("%%distributed\nt_modes() == t_before").lines() == ["[ranks 0-1] True"]
+    branches = protected.ok(f"%%distributed --branch t_k=1,2\nprint(t_modes() == t_before)\n{changes}")
+    assert branches.lines().count("[ranks 0-1] True") == 2
+    assert protected.ok("%%distributed\nt_modes() == t_before").lines() == ["[ranks 0-1] True"]
+    (folder := tmp_path / "gone").mkdir()
+    protected.ok(f"%%distributed\nos.chdir({str(folder)!r})")
+    protected.ok(f"%%distributed\nos.chdir(t_before[-1])\ndist.barrier()\nif rank == 0: os.rmdir({str(folder)!r})")
+    assert "Not restored on ranks 0-1: the working directory (FileNotFound" in protected.ok("%distributed undo").stdout
+    assert protected.ok("%%distributed\nos.getcwd() == t_before[-1]").lines() == ["[ranks 0-1] True"]
 
 
 def test_memory_counts_the_copies(protected: Kernel) -> None:

@@ -11,6 +11,7 @@ from tests.support.kernel import Kernel
 DRAW = "import random, numpy\n(random.random(), float(numpy.random.rand()), float(torch.rand(1)))"
 TRAIN = """%%distributed
 from torch import nn
+t_a_loader = t_a_model = None
 from torch.utils.data import DataLoader, TensorDataset
 t_model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
 t_loader = DataLoader(TensorDataset(torch.zeros(8, 4)), batch_size=4, shuffle=True)
@@ -48,7 +49,7 @@ def test_seed_must_be_an_integer(kernel: Kernel, value: str) -> None:
 
 
 def test_equal_dropout_and_batches_give_one_hint(kernel: Kernel) -> None:
-    kernel.ok(TRAIN)
+    kernel.ok(f"{TRAIN}t_a_loader, t_a_model = t_loader, t_model  # of an earlier cell")
     kernel.ok(FORGET)
     kernel.ok("%distributed seed 0")
     text = kernel.ok(STEP).stdout
@@ -68,6 +69,27 @@ def test_no_hint_without_a_reason(kernel: Kernel, prepare: str) -> None:
     kernel.ok("%distributed seed 0")
     kernel.ok(prepare)
     assert "Hint" not in kernel.ok(STEP).stdout
+
+
+def test_distributed_sampler_with_another_order_on_a_rank_gives_a_hint(kernel: Kernel) -> None:
+    kernel.ok(TRAIN)
+    kernel.ok(FORGET)
+    made = (
+        "%%distributed\nfrom torch.utils.data import DistributedSampler\n"
+        "t_data = TensorDataset(torch.zeros(8, 4))\n"
+        "t_loader = DataLoader(t_data, batch_size=2, sampler=DistributedSampler(t_data, seed={seed}))"
+    )
+    kernel.ok(made.format(seed=0))
+    assert "repeat samples" not in kernel.ok(STEP).stdout
+    kernel.ok(made.format(seed="rank"))
+    text = kernel.ok(STEP).stdout
+    assert "`t_loader` has seed 0 and epoch 0 on rank 0; `t_loader` has seed 1 and epoch 0 on rank 1. Give" in text
+    kernel.ok(FORGET)
+    kernel.ok(made.format(seed=0))
+    text = kernel.ok(
+        f"{STEP.replace('for', 'if rank == 3: t_loader.sampler.set_epoch(1)' + chr(10) + 'for', 1)}"
+    ).stdout
+    assert "`t_loader` has seed 0 and epoch 0 on rank 0; `t_loader` has seed 0 and epoch 1 on rank 3. Give" in text
 
 
 def test_differing_or_unknown_draws_give_no_hint() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -78,3 +79,19 @@ def test_interrupted_script_is_an_interrupt(kernel: Kernel, tmp_path: Path) -> N
     kernel.interrupt()
     assert kernel.collect(request).ename in ("CellInterrupt", "KeyboardInterrupt")
     assert kernel.ok(WORKS).lines() == ["[ranks 0-3] 4.0"]
+
+
+def test_logged_abort_shows_where_the_cell_waited_without_our_frames(kernel: Kernel) -> None:
+    reply = kernel.run(
+        "%%distributed\nimport logging\nlogging.lastResort = None\n"
+        "t_log = logging.getLogger('t_log')\nt_log.addHandler(logging.StreamHandler())\nt_log.propagate = False\n"
+        "try:\n    if rank == 1:\n        1 / 0\n    dist.all_reduce(torch.ones(1))\n"
+        "except KeyboardInterrupt:\n    t_log.exception('trial failed')\n    raise"
+    )
+    kernel.ok("%%distributed\nlogging.lastResort = logging._StderrHandler(logging.WARNING)\nt_log.handlers.clear()")
+    assert "ZeroDivisionError: division by zero" in reply.traceback
+    logged = reply.stderr.splitlines()
+    (first,) = [number for number, line in enumerate(logged) if line.endswith("trial failed")]
+    assert any("dist.all_reduce(torch.ones(1))" in line for line in logged[first:])
+    assert logged[-1].endswith("KeyboardInterrupt")
+    assert [line for line in logged if f"{os.sep}axon_nb{os.sep}" in line and "recoverable.py" not in line] == []

@@ -142,3 +142,20 @@ def test_history_of_a_tensor_stays_behind() -> None:
     assert [tensor.requires_grad for tensor in found] == [False] * 3
     assert found[0].item() == 6.0
     assert [part.tolist() for part in found[1].unbind()] == [[2.0] * 2, [2.0] * 3]
+
+
+REGISTER = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+
+
+@pytest.mark.parametrize("register", REGISTER)
+def test_modules_with_another_hook_differ(register: str) -> None:
+    made = [torch.nn.Sequential(torch.nn.Linear(1, 1)) for _ in range(4)]
+    for module in made[1:]:
+        module[0].load_state_dict(made[0][0].state_dict())
+    seen: list[list[Any]] = [[], [1]]
+    for module, content in zip(made[1:3], seen, strict=True):
+        getattr(module[0], register)(lambda *args, into=content: into.append(args))
+    getattr(made[3][0], register)(lambda *_: None)
+    digests = [_digest(module) for module in made]
+    assert digests[1] == digests[2], "what a hook has collected is not the module's"
+    assert len({*digests}) == 3
