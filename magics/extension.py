@@ -91,6 +91,7 @@ _SIDE_REQUESTS = ("comm_info_request", "complete_request", "inspect_request", "k
 _is_side_request: ContextVar[bool] = ContextVar("axon_nb_is_side_request", default=False)
 """Whether the current request is answered while a cell runs."""
 _COMMS = ("comm_open", "comm_msg", "comm_close")
+_COLORS = re.compile(r"\x1b\[[\d;]*m")
 
 
 class Extension:
@@ -368,8 +369,12 @@ class RequestHandler:
         name = token_at_cursor(code, cursor_pos)
         if cluster is not None and rank is not None and name and not name.startswith("%"):
             omit = tuple(omit_sections)
-            data = cluster.completion.inspect(rank, name, detail=detail_level, omit=omit)
+            data: dict[str, Any] | None = cluster.completion.inspect(rank, name, detail=detail_level, omit=omit)
             if data:
+                if type(self._kernel).__module__.startswith("google.colab."):
+                    # Colab's kernel describes an object in this form, and its page reads no other.
+                    text = _COLORS.sub("", data.get("text/plain", ""))
+                    data["application/json"] = {"found": True, "name": name, "docstring": text}
                 return {"status": "ok", "found": True, "data": data, "metadata": {}}
         reply: dict[str, Any] = self._inspect(code, cursor_pos, detail_level, omit_sections)
         return reply

@@ -2,7 +2,7 @@
 
 `scripts/platforms.py` runs it with the Python of a platform's environment; it needs only what is installed there:
 
-    python scripts/platform_paths.py build/platforms/colab/work
+    python scripts/platform_paths.py build/platforms/colab/work [OPTION OF ipykernel ...]
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Cell:
 class Notebook:
     """A kernel of this environment, and a client of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self.manager: Any = KernelManager()
-        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", *options]
         self.manager._kernel_spec = KernelSpec(argv=argv, display_name="platform", language="python")
         self.manager.start_kernel(cwd=str(folder))
         self.updated: set[str] = set()
@@ -104,6 +104,17 @@ class Notebook:
             time.sleep(0.5)
             cell = self.collect(self.submit(code))
         return cell
+
+    def answer(self, code: str, *lines: str) -> Cell:
+        """Run a cell, and answer each of its questions with a line."""
+        request = str(self.client.execute(code, allow_stdin=True))
+        for line in lines:
+            try:
+                self.client.get_stdin_msg(timeout=60)
+            except queue.Empty:
+                raise Failed(f"nothing asks for {line!r}") from None
+            self.client.input(line)
+        return self.collect(request)
 
     def ok(self, code: str, shows: str = "") -> Cell:
         """Run a cell that must succeed and show this."""
@@ -226,6 +237,28 @@ def attach(book: Notebook) -> None:
     book.ok(SUM, "sum 3.0")
 
 
+def async_cells(book: Notebook) -> None:
+    """Cells that do not hold the notebook: awaited, cancelled by their task, and in the background."""
+    book.ok("import asyncio, axon_nb\ncluster = axon_nb.current_cluster()")
+    book.ok("print((await cluster.run_async('rank * 2')).values)", "{0: 0, 1: 2}")
+    sleeping = "cluster.run_async('import time; time.sleep(600)')"
+    book.ok(f"task = asyncio.ensure_future({sleeping})\nawait asyncio.sleep(1)\ntask.cancel()")
+    book.ok("try: await task\nexcept asyncio.CancelledError: print('cancelled')", "cancelled")
+    book.ok("%%distributed --noblock --out handle\nimport time\ntime.sleep(600)")
+    book.ok("%distributed cancel", "Interrupted the cell on ranks 0-1.")
+    book.fails("handle.result(60)", "Ranks 0-1 stopped")
+    book.ok(SUM, "sum 3.0")
+
+
+def debugger(book: Notebook) -> None:
+    """A failed rank, and ranks at a breakpoint, answer pdb's commands."""
+    book.fails("%%distributed\ndef half(x):\n    return x / 0\nhalf(rank)", "ZeroDivisionError")
+    _require("'x=1'" in (cell := book.answer("%distributed debug --ranks 1", "p f'x={x}'", "q")).text, "no x", cell)
+    cell = book.answer("%%distributed --debug\nx = rank + 5\nbreakpoint()\nprint('went on', x)", "all p x", "c")
+    for text in ("[rank 1] 6", "[rank 1] went on 6"):
+        _require(text in cell.text, f"{text!r} is not shown", cell)
+
+
 def transfer(book: Notebook) -> None:
     """`%push` and `%pull`, also of a frame."""
     book.ok("import numpy as np, pandas as pd\nsent, frame = np.arange(6.0), pd.DataFrame({'a': [1, 2]})")
@@ -238,7 +271,7 @@ def completion(book: Notebook) -> None:
     """Tab and Shift+Tab ask a rank."""
     book.ok("%%distributed\nimport collections\nonly_on_ranks = collections.OrderedDict(a=1)")
     code = "%%distributed\nonly_on_ra"
-    end, found = time.monotonic() + 10, dict[str, Any]()
+    end, found = time.monotonic() + 60, dict[str, Any]()  # a first answer may be late on a busy machine
     while "only_on_ranks" not in str(found.get("matches")) and time.monotonic() < end:
         found = book.ask(book.client.complete(code, len(code)))
     if "only_on_ranks" not in found.get("matches", []):
@@ -251,6 +284,9 @@ def completion(book: Notebook) -> None:
     found = book.ask(book.client.inspect(code, len(code)))
     if "OrderedDict" not in str(found.get("data")):
         raise Failed("Shift+Tab finds nothing")
+    own = book.ask(book.client.inspect("print", 5))
+    if missing := own["data"].keys() - found["data"].keys():
+        raise Failed(f"Shift+Tab lacks the notebook's own {', '.join(missing)}")
 
 
 def during_cell(book: Notebook) -> None:
@@ -307,6 +343,8 @@ PATHS: dict[str, Callable[[Notebook], None]] = {
     "interrupt": interrupt,
     "killed rank, repair": repair,
     "restart, attach": attach,
+    "cells that do not block": async_cells,
+    "debugger": debugger,
     "push, pull": transfer,
     "Tab, Shift+Tab": completion,
     "Tab during a cell": during_cell,
@@ -318,11 +356,12 @@ PATHS: dict[str, Callable[[Notebook], None]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Walk all paths and print, by path, why it did not hold: empty if it did."""
-    folder = Path((argv or sys.argv[1:])[0]).resolve()
+    place, *options = argv or sys.argv[1:]
+    folder = Path(place).resolve()
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "data").mkdir(parents=True)
     shutil.copy(EXAMPLES / "data" / "digits.csv.gz", folder / "data")
-    book, outcomes = Notebook(folder), dict[str, str]()
+    book, outcomes = Notebook(folder, *options), dict[str, str]()
     try:
         for name, path in PATHS.items():
             began = time.monotonic()

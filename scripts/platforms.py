@@ -3,6 +3,7 @@
     python scripts/platforms.py                  # all of tests/platforms
     python scripts/platforms.py colab kaggle     # these
     python scripts/platforms.py --own sagemaker  # on the platform's Python with its release of torch: 6 GB of packages
+    python scripts/platforms.py colab --classes ../colabtools  # in Colab's own kernel, from a checkout of its source
 
 For each, an environment gets the platform's pins and a torch, else that of constraints.txt, then the wheel of this
 checkout. It fails if that changes a version that was there; else `platform_paths.py` drives a kernel of it. Results add
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -43,6 +45,8 @@ class Outcome:
     """What ran, of Python, torch, ipython and ipykernel."""
     own: dict[str, str] = field(default_factory=dict)
     """The platform's Python and torch; without torch if its version is not public."""
+    kernel: str = "ipykernel's"
+    """The class of the kernel."""
     paths: dict[str, str] = field(default_factory=dict)
     """By path, why it did not hold; empty if it did."""
 
@@ -63,6 +67,9 @@ def main() -> int:
     parser.add_argument(
         "--torch", default=_torch(), help="what pip installs as torch, such as torch==2.14.1; or a folder that has one"
     )
+    parser.add_argument(
+        "--classes", type=Path, metavar="FOLDER", help="a checkout of the platform's own kernel, for files that name it"
+    )
     options = parser.parse_args()
     known = sorted(path.stem for path in PLATFORMS.glob("*.toml"))
     if unknown := set(options.platforms) - set(known):
@@ -70,7 +77,7 @@ def main() -> int:
     wheel, failed = build_wheel(), False
     for name in options.platforms or known:
         python, torch = _own(name, options.torch) if options.own else (options.python, options.torch)
-        outcome = try_platform(name, wheel, python, torch)
+        outcome = try_platform(name, wheel, python, torch, options.classes)
         RESULTS.mkdir(parents=True, exist_ok=True)
         (RESULTS / f"{name}.json").write_text(json.dumps(asdict(outcome), indent=1) + "\n")
         print("\n".join(f"{name}: {path}: {why or 'yes'}" for path, why in outcome.paths.items()))
@@ -107,7 +114,7 @@ def build_wheel() -> Path:
     return next(place.glob("*.whl"))
 
 
-def try_platform(name: str, wheel: Path, python: str, torch: str) -> Outcome:
+def try_platform(name: str, wheel: Path, python: str, torch: str, classes: Path | None) -> Outcome:
     """Make the environment of a platform, install the wheel, and drive a kernel of it."""
     facts = tomllib.loads((PLATFORMS / f"{name}.toml").read_text(encoding="utf-8"))
     outcome = Outcome(facts["title"], own={key: facts[key] for key in ("python", "torch") if key in facts})
@@ -127,13 +134,26 @@ def try_platform(name: str, wheel: Path, python: str, torch: str) -> Outcome:
     outcome.versions = {"python": _python(found), **{name: before[name] for name in ("torch", "ipython", "ipykernel")}}
     outcome.paths[INSTALLATION] = _install(found, str(wheel), obeys=before if facts.get("constrained") else {})
     after = _versions(found)
-    changed = [f"{name} {old} → {after.get(name)}" for name, old in before.items() if after.get(name) != old]
-    if changed:
-        outcome.paths[INSTALLATION] = f"changes {', '.join(changed)}"
+    changed = {name: f"{name} {old} → {after.get(name)}" for name, old in before.items() if after.get(name) != old}
     outcome.paths[KEPT_TORCH] = _replaces_torch(outcome.own.get("torch", ""))
+    if outcome.paths[KEPT_TORCH] and "torch" in changed:  # named, and not hidden among its libraries
+        libraries = [changed.pop(name) for name in list(changed) if name not in facts["pins"]]
+        outcome.paths[KEPT_TORCH] += f"; pip changes {', '.join(sorted(libraries, key=_is_library))}"
+        outcome.versions["torch"] = after["torch"]
+    if changed:
+        outcome.paths[INSTALLATION] = f"changes {', '.join(changed.values())}"
     if not outcome.paths[INSTALLATION]:
-        outcome.paths |= _drive(found, place / "work")
+        own = facts.get("classes", {}) if classes else {}
+        if own and (why := _install(found, *own["packages"], obeys=after)):
+            outcome.paths["the platform's own kernel"] = why
+            return outcome
+        outcome.kernel = own.get("kernel", outcome.kernel)
+        outcome.paths |= _drive(found, place / "work", classes if own else None, own.get("options", ()))
     return outcome
+
+
+def _is_library(change: str) -> bool:
+    return not change.startswith("torch ")
 
 
 def _replaces_torch(version: str) -> str:
@@ -168,14 +188,13 @@ def _python(python: Path) -> str:
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _drive(python: Path, work: Path) -> dict[str, str]:
+def _drive(python: Path, work: Path, classes: Path | None, options: Sequence[str]) -> dict[str, str]:
     home = work.with_name("home")  # settings and caches of this user would be the environment's, too
     home.mkdir(exist_ok=True)
     env = {key: value for key, value in os.environ.items() if not key.startswith(("JUPYTER", "IPYTHON", "PYTHON"))}
-    command = [python, ROOT / "scripts" / "platform_paths.py", work]
-    done = subprocess.run(
-        command, env={**env, "HOME": str(home)}, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, check=False
-    )
+    env |= {"HOME": str(home), **({"PYTHONPATH": str(classes.resolve())} if classes else {})}
+    command = [python, ROOT / "scripts" / "platform_paths.py", work, *options]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, check=False)
     try:
         outcomes: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):

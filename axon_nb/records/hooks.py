@@ -50,8 +50,8 @@ FLOORS = {
     "numpy": "1.26",
 }
 """By distribution, as in pyproject.toml."""
-_KERNEL = {"ipython": "IPython", "ipykernel": "ipykernel"}
-"""Packages that a kernel has loaded, by their modules: to load the rest from another version fails in any way."""
+_MODULES = {"ipython": "IPython", "pyzmq": "zmq"}
+"""The modules of packages that are not called like them."""
 
 
 class Capability(Struct, frozen=True):
@@ -328,7 +328,8 @@ def unmet_floor() -> str:
                 f"axon_nb needs {package} {lowest} or newer; got {installed}. "
                 f'Run `%pip install "{package}>={lowest}"`, then restart the kernel.'
             )
-        loaded = getattr(sys.modules.get(_KERNEL.get(package, "")), "__version__", installed)
+        # To load the rest of a package from another version than its first half fails in any way.
+        loaded = getattr(sys.modules.get(_MODULES.get(package, package)), "__version__", installed)
         if _release(loaded) != _release(installed):
             return f"This kernel runs {package} {loaded}, and {installed} is installed: restart the kernel."
     return ""

@@ -41,13 +41,18 @@ def expect_completed(kernel: Kernel, code: str, *expected: str) -> None:
     assert until(right, timeout=_LIMIT_S), found[-1]
 
 
+def help_on(kernel: Kernel, code: str, detail: int = 0) -> dict[str, Any]:
+    """The help on the name at the end of `code`, as of one answer."""
+    data: dict[str, Any] = _answer(kernel, kernel.client.inspect(code, len(code), detail))["data"]
+    return data
+
+
 def expect_help(kernel: Kernel, code: str, *expected: str, detail: int = 0) -> None:
     """Ask until the help on the name at the end of `code` holds all these texts."""
     found: list[str] = []
 
     def right() -> bool:
-        content = _answer(kernel, kernel.client.inspect(code, len(code), detail))
-        found.append(plain(content["data"].get("text/plain", "")))
+        found.append(plain(help_on(kernel, code, detail).get("text/plain", "")))
         return all(text in found[-1] for text in expected)
 
     assert until(right, timeout=_LIMIT_S), found[-1]

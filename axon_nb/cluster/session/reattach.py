@@ -6,6 +6,7 @@ The output and the outcome of such a cell, sent by an earlier kernel, are fetche
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -176,7 +177,7 @@ def _reattach(
     title = f"Cell In[{facts.cell}]"
     running = [rank for rank in ranks if rank not in reports or reports[rank].outcome is None]
     if running:
-        print(f"{title} is still running on {name_ranks(running)}. Its output continues here.")
+        print(f"{title} is still running on {name_ranks(running)}. Its output continues {_place_of_output()}.")
     else:
         print(f"{title} finished on {name_ranks(ranks)} while no notebook was connected.")
     run = cells.new_run(ranks, {"quiet": facts.quiet, "timeout": facts.timeout, "show_value": facts.show_value})
@@ -195,6 +196,13 @@ def _reattach(
     if not running:
         handle.wait(_SHOW_RESULT_S)
     return handle
+
+
+def _place_of_output() -> str:
+    """Where a kernel shows what threads print: its streams, from ipykernel 6.29 on, know the cell of each thread."""
+    stream = type(sys.stdout)
+    is_shared = stream.__module__ == "ipykernel.iostream" and not hasattr(stream, "parent_header")
+    return "below the cell that ran last" if is_shared else "here"
 
 
 def _finisher(

@@ -327,7 +327,9 @@ class DirectChannel:
         if request.path == self._path:
             return
         if self._stream is not None:  # to a notebook that is gone
-            self._stream.close(linger=0)
+            # Not at once: what pyzmq has scheduled for the last reply warns, in the cell, of a stream that is closed.
+            self._stream.stop_on_recv()
+            self._kernel.io_loop.add_callback(self._stream.close, linger=0)
         self._path = request.path
         dealer: Any = zmq.Context.instance().socket(zmq.DEALER)
         dealer.set_hwm(0)

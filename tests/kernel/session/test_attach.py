@@ -156,8 +156,13 @@ def test_cancel_interrupts_the_returned_cell(new_kernel: MakeKernel) -> None:
     request = kernel.submit("%distributed attach")
     reply = kernel.collect(request)
     assert kernel.value(f"{HANDLE}.done()") is False, "the notebook is usable meanwhile"
-    assert kernel.ok("%distributed cancel").lines() == ["Interrupted the cell on ranks 0-1."]
+    cancel = kernel.submit("%distributed cancel")
+    answer = kernel.collect(cancel)
+    assert answer.lines() == ["Interrupted the cell on ranks 0-1."]
+    if "continues below the cell that ran last" in reply.stdout:  # ipykernel before 6.29
+        request, reply = cancel, answer
     kernel.follow(request, reply, until=lambda: " stopped." in reported(reply))
+    assert "closed stream" not in reported(reply)
     assert "[rank 0] waited in barrier at line 3" in reported(reply)
     assert kernel.run(f"{HANDLE}.result(100)").ename == "CellInterrupt"
     assert kernel.ok("%distributed cancel").lines() == ["No cell is running."]
