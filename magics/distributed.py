@@ -226,6 +226,8 @@ def doctor(options: argparse.Namespace) -> None:
     """
     from axon_nb.doctor.examine import examine
 
+    if not options.json:
+        print("Checking this machine; new versions of torch take half a minute …", flush=True)
     report = examine(options.hosts)
     print(report.json() if options.json else report.text())
 
@@ -402,10 +404,10 @@ class DistributedMagics(Magics):
         """`%distributed COMMAND`; `%distributed start?` lists all options of one command, with an example.
 
         Run
-          start -n 4           start 4 ranks; also on other hosts (--hosts), or keeping every step (--protect)
+          start -n 4           start 4 ranks; --hosts: elsewhere, --protect: keep each step
           stop                 end all ranks
           restart              end all ranks, and start new ones
-          run train.py         run a script on the ranks, as torchrun would; its variables stay
+          run train.py         run a script as torchrun would; its variables stay
           cancel               interrupt cells that run in the background
           auto on              run plain cells on the ranks, until `auto off`
         Look
@@ -425,13 +427,13 @@ class DistributedMagics(Magics):
         Move
           save NAME            write the state of all ranks to a folder
           load NAME            load it, on any number of ranks
-          resize 8             change the number of ranks; models and optimizers are carried over
+          resize 8             change the number of ranks; models are carried over
           export train.py      write the cells that ran as a script for torchrun
           import train.py      cut a script into the cells of a notebook
         Set
-          config               show the settings and what they do; `config keep_alive=1h` changes one
+          config               settings, and what they do; `config threads=2` sets one
           seed 0               seed Python, NumPy and torch on all ranks
-          slow                 slow ranks or links on purpose, to see what a slow one costs
+          slow                 slow ranks or links on purpose, to see what they cost
           rename NEW           give the cluster another name
 
         Example: `%distributed start -n 4`.

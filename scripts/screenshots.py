@@ -131,7 +131,7 @@ def _ask_what_if(page: LabPage) -> None:
     reported = "(words) => document.querySelector('.axon-memory-answer')?.textContent.includes(words)"
     simulated = "() => /peak.*simulated/.test(document.querySelector('.axon-memory-answer')?.textContent)"
     page.page.wait_for_function(simulated, timeout=ANSWER_MS)
-    ranks = page.page.locator(".axon-memory-what-if input[name=world]")
+    ranks = page.page.locator(".axon-memory-what-if input[name=world_size]")
     ranks.fill("8")
     ranks.press("Tab")
     page.page.wait_for_function(reported, arg="on 8 ranks", timeout=ANSWER_MS)

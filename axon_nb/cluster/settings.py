@@ -34,20 +34,20 @@ _MAX_FREQUENCY = 1 << 30
 _MAX_VALUE = 48
 """Letters of a value in a list of all settings; longer ones move what is behind them."""
 _IN_FEW_WORDS = {
-    "keep_alive": "how long ranks wait for a new kernel after a restart",
-    "idle_stop": "stop the cluster after so long without a cell; 0: never",
+    "keep_alive": "how long ranks wait for a kernel that restarts",
+    "idle_stop": "stop after so long without a cell; 0: never",
     "warm_up": "prepare the first start in the background",
     "output_limit": "how much text a cell shows",
     "collective_timeout": "how long a collective waits for other ranks",
-    "threads": "torch's threads per rank; 0: an even share of the cores",
-    "group_memory": "shared memory of process groups, at most; 0: the usual size",
+    "threads": "torch's threads per rank; 0: its share of cores",
+    "group_memory": "most memory of groups; 0: the usual size",
     "share": "let other programs run cells and set variables",
     "auto_repair": "replace dead ranks before the next cell",
     "undo_memory": "memory per rank for `%distributed undo`; 0: no undo",
     "log_to": "tracker that gets what `axon_nb.log` reports",
-    "protect": "keep every step, or every K-th, for ranks that die",
-    "watch_numbers": "report the first number that differs or is not finite",
-    "debug": "keep the frames of a failed cell for `%distributed debug`",
+    "protect": "keep every step, or every K-th, of all ranks",
+    "watch_numbers": "name where numbers differ or are not finite",
+    "debug": "keep the frames of a failed cell for `debug`",
     "start_timeout": "how long a start may take",
 }
 """What each setting does, for a list of all; their docstrings say more."""

@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 Severity = Literal["ok", "note", "problem"]
 """``problem``: something fails or will fail here. ``note``: worth knowing, such as leftovers."""
 
-_WIDTH = 110
+_WIDTH = 76
 _MARK: dict[Severity, str] = {"ok": "", "note": "note: ", "problem": "PROBLEM: "}
 _ALIGNED_LABEL_WIDTH = 16
 """Labels up to this length are aligned over all sections."""

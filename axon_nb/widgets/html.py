@@ -14,6 +14,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from axon_nb.cluster.inspection import status
 from axon_nb.records.colors import KINDS, RANKS, ROLES, STATES, Color, contrast
 from axon_nb.records.telemetry import Activity
 
@@ -26,7 +27,7 @@ _INKS = ("#0B1020", "#FFFFFF")
 _UNKNOWN_THEME = "body:not([data-jp-theme-light], .vscode-light) .axon-view:not([data-theme])"
 CODE = "font-family:var(--jp-code-font-family, ui-monospace, monospace)"
 """Style of code."""
-MUTED = "color:var(--jp-ui-font-color2, inherit)"
+MUTED = status.MUTED
 """Style of secondary text."""
 WRAPPED_CELL = "padding:2px 14px 2px 0;text-align:left;vertical-align:middle;border:none"
 """Style of a table's cell with long text."""

@@ -310,7 +310,7 @@ def _comparison_html(verdict: Verdict) -> str:
             [
                 ("phase", found.phase, f"call {found.call + 1}"),
                 ("ranks", format_ranks(found.ranks), ""),
-                ("relative error", f"{found.relative:.2g}", f"allowed {found.allowed:.2g}"),
+                ("relative error", f"{found.relative:.2g}", f"rounding: up to {found.allowed:.1g}"),
                 *([("cause", found.cause, "")] if found.cause else []),
             ]
         )
@@ -335,12 +335,9 @@ def _divergence_html(verdict: NumbersVerdict) -> str:
         top = f"<div>{escape(verdict.sentence)}</div>"
     else:
         entries = [
-            ("ranks", format_ranks(found.ranks), ""),
-            ("when", found.when, ""),
-            ("equal", format_ranks(found.others), "ranks"),
-            ("also different", str(len(found.more)), "parameters"),
+            ("also different", str(len(found.more) or ""), "parameters"),
             ("computed by", found.operation, ""),
         ]
-        shown = [entry for entry in entries if entry[1] not in ("", "0")]
+        shown = [entry for entry in entries if entry[1]]
         top = html.notice(found.claim, found.advice) + html.figures(shown)
     return html.figure(top + html.note_lines(verdict.notes[found is not None :]), heading="Numbers of all ranks")

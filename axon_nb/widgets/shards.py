@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])|(?<=[A-Za-z])\d+(?=\.|
 """A number that is a part of a name, or ends one: `blocks.12.up`, `block12.up`."""
 _MAX_COLUMNS = 32
 """Of a grid without axes."""
-_MAX_SIDE, _MIN_SIDE = 150.0, 18.0
+_MAX_SIDE, _MIN_SIDE, _NUMBER_SIDE = 150.0, 18.0, 12.0
 _AREA = 3000.0
 """Approximate area of a drawing in square units; its sides stay between `_MIN_SIDE` and `_MAX_SIDE`."""
 _CHAR_WIDTH = 6.2
@@ -272,6 +272,8 @@ class Drawing(Struct, frozen=True):
 
 def draw(tensor: PlacedTensor) -> Drawing:
     """Draw a tensor: dim 0 from top to bottom, another dim from left to right; a vector from left to right."""
+    if not tensor.shape:
+        return _draw_number(tensor)
     vertical, horizontal = _shown_dims(tensor)
     rows = tensor.shape[vertical] if vertical is not None else 1
     columns = tensor.shape[horizontal] if horizontal is not None else 1
@@ -290,10 +292,17 @@ def draw(tensor: PlacedTensor) -> Drawing:
     return Drawing(width, height, tuple(boxes), empty)
 
 
+def _draw_number(tensor: PlacedTensor) -> Drawing:
+    count = len(tensor.parts) or 1
+    boxes = [
+        _box(tensor, part, (number * _NUMBER_SIDE / count, 0.0, _NUMBER_SIDE / count, _NUMBER_SIDE))
+        for number, part in enumerate(tensor.parts)
+    ]
+    return Drawing(_NUMBER_SIDE, _NUMBER_SIDE, tuple(boxes), "")
+
+
 def _shown_dims(tensor: PlacedTensor) -> tuple[int | None, int | None]:
     count = len(tensor.shape)
-    if count == 0:
-        return None, None
     if count == 1:
         return None, 0
     sharded = [int(placement[6:-1]) for placement in tensor.placements if placement.startswith("Shard")]

@@ -60,10 +60,10 @@ class CheckResult:
     def next_step(self) -> str:
         """What to do next."""
         if self.not_yet:
-            return f'Write it, then run this cell again. Stuck? hint("{self.exercise}")'
+            return f'Write it, then run this cell again. Stuck? `hint("{self.exercise}")`'
         if not self.passed:
-            return f'hint("{self.exercise}") gives the first of three hints.'
-        return "" if self.on_ranks else f'On real ranks: check("{self.exercise}", on="ranks")'
+            return f'`hint("{self.exercise}")` gives the first of three hints.'
+        return "" if self.on_ranks else f'On real ranks: `check("{self.exercise}", on="ranks")`'
 
     def _rows(self) -> Iterator[tuple[str, str, str]]:
         for line in self.lines:
@@ -73,9 +73,9 @@ class CheckResult:
         width = max((len(line.name) for line in self.lines), default=0)
         head = f"{self.exercise} {self.title}: {self.answer}, {self.where}"
         rows = [f"  {_MARKS[state]} {name:<{width}}  {text}".rstrip() for state, name, text in self._rows()]
-        remarks = [self.not_yet and f"  Not yet: {self.not_yet}", self.mistake and f"  {self.mistake}", self.score]
-        remarks += [repr(self.replay)] if self.replay else []
-        return "\n".join([head, *rows, *filter(None, [*remarks, self.next_step])])
+        first = [self.not_yet and f"  Not yet: {self.not_yet}", self.mistake and f"  {self.mistake}"]
+        remarks = [self.score, *([repr(self.replay)] if self.replay else []), self.next_step]
+        return "\n".join([head, *filter(None, first), *rows, *filter(None, remarks)])
 
     def _repr_html_(self) -> str:
         from axon_nb.widgets.html import CELL, MUTED, WRAPPED_CELL, figure, note_lines, notice, table, table_row
@@ -93,7 +93,7 @@ class CheckResult:
         remarks += notice("", self.mistake) if self.mistake else ""
         beside = f' <span style="{MUTED}">{escape(self.answer)}, {escape(self.where)}</span>'
         picture = self.replay._repr_html_() if self.replay else ""
-        body = table((), rows) + remarks + note_lines(filter(None, [self.score])) + picture
+        body = remarks + table((), rows) + note_lines(filter(None, [self.score])) + picture
         body += note_lines(filter(None, [self.next_step]))
         return figure(body, heading=f"{self.exercise} {self.title}", beside=beside)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -119,21 +119,26 @@ class Progress:
         return "\n".join([self._summary, "  ".join(f"{name} {dots}" for name, dots in by_notebook.items())])
 
     def _repr_html_(self) -> str:
-        from axon_nb.widgets.html import figure, svg_uri
+        from axon_nb.widgets.html import MUTED, figure, svg_uri
 
-        gap, marks, last, x = 22, [], "", 12
+        notebooks: dict[str, list[tuple[str, str]]] = {}
         for number, title, state in self._states():
-            notebook = number.partition(".")[0]
-            if notebook != last:
-                x += 12 if last else 0
-                marks.append(f'<text x="{x - 6}" y="38" font-size="11" fill="#767676">{notebook}</text>')
-                last = notebook
-            paint = {"done": STATES["ok"][0].both, "tried": KINDS["wait"].both, "open": "none"}[state]
-            marks.append(
-                f'<circle cx="{x}" cy="16" r="7" fill="{paint}" stroke="#767676"><title>{escape(number)} '
-                f"{escape(title)}: {state}</title></circle>"
-            )
-            x += gap
-        svg = f'<svg xmlns="http://www.w3.org/2000/svg" width="{x}" height="44" font-family="sans-serif">'
-        picture = f"{svg}{''.join(marks)}</svg>"
-        return figure(f'<img alt="{escape(self._summary)}" src="{svg_uri(picture)}">', heading=self._summary)
+            notebooks.setdefault(number.partition(".")[0], []).append((f"{number} {title}: {state}", state))
+        pictures = "".join(
+            f'<span style="white-space:nowrap"><span style="{MUTED}">{notebook}</span> <img alt="'
+            f'{escape("; ".join(text for text, _ in marks))}" src="{svg_uri(_dots(marks))}" height="16" '
+            'style="display:inline-block;vertical-align:middle;margin:0"></span>'
+            for notebook, marks in notebooks.items()
+        )
+        return figure(f'<div style="display:flex;flex-wrap:wrap;gap:4px 18px">{pictures}</div>', heading=self._summary)
+
+
+def _dots(marks: Sequence[tuple[str, str]]) -> str:
+    """Draw (text, state) of each exercise as a dot."""
+    paints = {"done": STATES["ok"][0].both, "tried": KINDS["wait"].both, "open": "none"}
+    dots = "".join(
+        f'<circle cx="{10 + 20 * i}" cy="8" r="7" fill="{paints[state]}" stroke="#767676">'
+        f"<title>{escape(text)}</title></circle>"
+        for i, (text, state) in enumerate(marks)
+    )
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="{20 * len(marks)}" height="16">{dots}</svg>'

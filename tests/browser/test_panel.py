@@ -74,6 +74,13 @@ def test_hanging_cell_is_explained_and_interrupted(lab: LabServer, page: LabPage
     wait_status(page, "2 ranks, idle")
     assert ranks.locator("tbody").get_by_text("waits for").count() == 0, "the panel is as late as the status bar"
 
+    said = ranks.get_by_text("Interrupted the cell on ranks")
+    said.wait_for()
+    page.run_cell(1)
+    said.wait_for(state="hidden")  # of an earlier cell
+    press(ranks, "Interrupt")
+    page.wait_done(1)
+
     page.run_and_wait(2)
     ranks.locator("tbody button", has_text="1").click()
     page.wait_until(f"() => {_HIGHLIGHTED}.includes('[rank 0] from rank 0')")

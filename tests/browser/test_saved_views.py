@@ -55,6 +55,11 @@ def look_at(output: Locator, view: str) -> None:
     assert re.search(r"\b\d ranks?\b", caption), view
 
 
+COLORS = """(output) => [output.querySelector("details [style*='color:#767676']"), output.querySelector("details")]
+    .map((node) => getComputedStyle(node).color)"""
+"""Of secondary text, and of all other."""
+
+
 def test_saved_views_render_without_a_kernel(lab: LabServer, page: LabPage) -> None:
     notebook = notebook_with_views()
     for name in ("untrusted", "trusted"):
@@ -64,6 +69,8 @@ def test_saved_views_render_without_a_kernel(lab: LabServer, page: LabPage) -> N
         page.open_notebook(f"views-{name}.ipynb", kernel=False)
         for i, view in enumerate(sorted(VIEWS)):
             look_at(page.output(i), view)
+            muted, ink = page.output(i).evaluate(COLORS)
+            assert muted != ink, f"secondary text of {view} in a notebook that is {name}"
     # The widgets' models are gone with their kernel; Lab says so in the console.
     page.errors[:] = [error for error in page.errors if "is-gone" not in error and "widget" not in error.lower()]
 

@@ -38,6 +38,7 @@ test("names lose their start, never their end", () => {
   assert.equal(shards.shortName("module.blocks.3.attention.qkv.weight", 20), "attention.qkv.weight");
   assert.equal(shards.shortName("module.blocks.3.attention.qkv.weight", 9), "weight");
   assert.equal(shards.shortName("weight", 3), "");
+  assert.equal(shards.shortName("up.weight: exp_avg", 10), "exp_avg");
 });
 
 test("tensors are grouped by module, and modules with one child are one with it", () => {
@@ -113,4 +114,10 @@ test("tensors of repeated blocks are folded, those that differ are not", () => {
     ],
   );
   assert.equal(shards.foldTensors([tensor("layer1.w"), tensor("layer2.w")])[0].name, "layer1-2.w");
+});
+
+test("a tile that is too narrow for its name has it from top to bottom", () => {
+  const [tile] = shards.nestedTreemap([{ name: "up.weight", bytes: 1 }], 30, 200);
+  assert.deepEqual([tile.label, tile.isTurned], ["up.weight", true]);
+  assert.equal(shards.nestedTreemap([{ name: "up.weight", bytes: 1 }], 200, 30)[0].isTurned, false);
 });

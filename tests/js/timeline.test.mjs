@@ -257,6 +257,11 @@ test("spans are described in words", () => {
   assert.match(texts[3], /barrier · rank 1 · took 1\.00 s · came last/);
 });
 
+test("a part of the own code is called by its name", () => {
+  const store = stored([{ kind: OTHER, name: "garbage collection", length: 0.5 }]);
+  assert.match(timeline.describe(store, 0, config), /^garbage collection · rank 0/);
+});
+
 test("the view keeps to the last cell, zooms, moves, and shows everything", () => {
   const store = stored(
     [

@@ -140,7 +140,7 @@ test("steps are labelled at round numbers, seconds as a clock", () => {
   const labels = (steps, axis) => watch.xTicks(steps, axis, 4).map(({ label }) => label);
   assert.deepEqual(labels([0, 412], "steps"), ["step 0", "100", "200", "300", "400"]);
   assert.deepEqual(labels([0, 3], "steps"), ["step 0", "1", "2", "3"]);
-  assert.deepEqual(labels([0, 190], "seconds"), ["0:00", "1:00", "2:00", "3:00"]);
+  assert.deepEqual(labels([0, 190], "seconds"), ["time 0:00", "1:00", "2:00", "3:00"]);
   assert.deepEqual(labels([7], "steps"), ["7"]);
 });
 

@@ -46,7 +46,7 @@ _MEASURED = ("pid", "memory", "on device")
 _MAX_ROWS = 64
 _SECONDS = re.compile(r",? for ([\d.]+) s$")
 """How long a rank has been in its state, at the end of the text."""
-MUTED = "color:var(--jp-ui-font-color2, inherit)"
+MUTED = "color:#767676;color:var(--jp-ui-font-color2, #767676)"
 _HEAD = f"padding:1px 8px;border:none;text-align:center;font-weight:normal;white-space:nowrap;{MUTED}"
 _BOX = "padding:3px 10px;border:1px solid var(--jp-border-color1, #767676);text-align:center;min-width:1.5em"
 _DEAD = ";text-decoration:line-through;opacity:.6"
@@ -326,7 +326,9 @@ def _heading(info: ClusterInfo) -> list[str]:
     ranks = f"{info.num_ranks} rank{'' if info.num_ranks == 1 else 's'}"
     protected = [f"protected: step {info.protected}"] if info.protected is not None else []
     slowed = [f"slowed: {info.slowed}"] if info.slowed else []
-    return [ranks, info.backend, f"on {_hosts(info.host.split(', '))}", f"engines: {info.engines}", *protected, *slowed]
+    backend = "shared memory" if info.backend == "shm" else info.backend
+    engines = [f"engines: {info.engines}"] if info.engines != "axon" else []
+    return [ranks, backend, f"on {_hosts(info.host.split(', '))}", *engines, *protected, *slowed]
 
 
 def _hosts(names: Collection[str]) -> str:
@@ -356,7 +358,12 @@ def _card_columns(info: ClusterInfo, rows: Sequence[Sequence[RankInfo]], *, meas
     ]
     if any(row.device_bytes for row in info.ranks):
         columns.append(("on device", True, [_bytes([one.device_bytes for one in row]) for row in rows]))
-    return [column for column in columns if measured or column[0] not in _MEASURED]
+    said = {"host": {info.host}, "backend": {info.backend}}  # in the heading
+    return [
+        (title, is_number, texts)
+        for title, is_number, texts in columns
+        if (measured or title not in _MEASURED) and set(texts) != said.get(title)
+    ]
 
 
 def _devices(row: Sequence[RankInfo]) -> str:

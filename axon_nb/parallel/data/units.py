@@ -70,7 +70,7 @@ def describe_units(units: Iterable[nn.Module]) -> str:
     kinds = Counter(type(unit).__name__ for unit in units)
     shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     what = f"{shown}, and one of all other parameters" if kinds else "the whole model is one"
-    return f"FSDP units: {what}. To choose others, give wrap=."
+    return f"FSDP units: {what}. Choose others with FSDP(model, wrap=…) or plan.memory(model, wrap=…)."
 
 
 def _select(model: nn.Module, wrap: Wrap) -> list[nn.Module]:

@@ -352,7 +352,9 @@ def _remark(use: MemoryUse, estimate: MemoryUse | None) -> str:
         return ""
     has_peaks = use.peak is not None and estimate.peak is not None
     planned = (estimate.peak if has_peaks else estimate.total) or 1
-    more = ((use.peak if has_peaks else use.total) or 0) - planned
+    # Without an allocator, copies and other tensors are measured, too, which no estimate knows.
+    known = sum(use.by_role.get(role, 0) for role in estimate.by_role)
+    more = ((use.peak if has_peaks else known) or 0) - planned
     if abs(more) <= _AS_ESTIMATED * planned:
         return "as estimated"
     what = "estimated peak" if has_peaks else "estimate"

@@ -161,8 +161,14 @@ def figures(summary: TimelineSummary) -> list[dict[str, str]]:
     return [{"name": name, "value": value, "remark": remark} for name, value, remark in entries]
 
 
-def page_facts(summary: TimelineSummary, ranks: Sequence[int]) -> dict[str, Any]:
-    """Return the summary as `static/timeline/facts.js` reads it: text, and boxes of pipeline steps in seconds."""
+def page_facts(summary: TimelineSummary, ranks: Sequence[int], *, running: bool = False) -> dict[str, Any]:
+    """Return the summary as `static/timeline/facts.js` reads it: text, and boxes of pipeline steps in seconds.
+
+    Args:
+        summary: What is shown.
+        ranks: Rows, from the top.
+        running: Whether a cell runs, whose first spans may not have come yet.
+    """
     facts, steps, shown = summary.facts, summary.steps[:MAX_PIPELINES], set(ranks)
     notice = summary.notice
     more = summary.advice.advice[1:] if summary.advice is not None else ()
@@ -174,7 +180,11 @@ def page_facts(summary: TimelineSummary, ranks: Sequence[int]) -> dict[str, Any]
             "shares": _shares(facts.ranks),
             "columns": [{"title": title, "token": token} for title, token in COLUMNS],
             "rows": _rows([rank for rank in facts.ranks if rank.rank in shown][:MAX_ROWS], facts.ranks),
-            "notes": [*([] if facts.ranks else [NOTHING_YET]), *omitted_pipelines(summary), *facts.clock_notes],
+            "notes": [
+                *([] if facts.ranks or running else [NOTHING_YET]),
+                *omitted_pipelines(summary),
+                *facts.clock_notes,
+            ],
         },
         "pipelines": [_page_step(step, _MAX_BOXES // (2 * len(steps))) for step in steps],
     }
@@ -197,40 +207,50 @@ def _shares(ranks: Sequence[RankFacts]) -> dict[str, float]:
 
 def _rows(shown: Sequence[RankFacts], ranks: Sequence[RankFacts]) -> list[dict[str, Any]]:
     """Return the rows of some ranks; the longest bars are those of all ranks."""
+    texts = dict(zip([rank.rank for rank in ranks], rank_cells(ranks), strict=True))
     scale = max((other.known for other in ranks), default=0.0) or 1.0
-    most_bytes = max((other.bytes for other in ranks), default=0) or 1
     most_waited = scale * max(1, len(ranks) - 1)
-    return [{"rank": rank.rank, "cells": _bars(rank, scale, most_waited, most_bytes)} for rank in shown]
+    return [{"rank": rank.rank, "cells": _bars(rank, texts[rank.rank], scale, most_waited)} for rank in shown]
 
 
-def _bars(rank: RankFacts, scale: float, most_waited: float, most_bytes: int) -> list[dict[str, Any]]:
-    """Return a rank's cells with the lengths of their bars: times on one scale."""
-    times = (rank.forward, rank.backward, rank.optimizer, rank.own_code, rank.waiting, rank.communicating)
-    shares: list[float | None] = [seconds / scale for seconds in times]
+def _bars(rank: RankFacts, texts: Sequence[str], scale: float, most_waited: float) -> list[dict[str, Any]]:
+    """Return a rank's cells with the lengths of their bars: times on one scale; what is moved has none."""
+    shares: list[float | None] = [seconds / scale for seconds in _times(rank)]
     shares.append(rank.hidden / rank.communicating if rank.communicating else None)
-    shares += [rank.waited_for / most_waited, rank.bytes / most_bytes]
+    shares += [rank.waited_for / most_waited, None]
     return [
         {"text": text, "share": None if share is None else round(share, 4)}
-        for text, share in zip(rank_cells(rank), shares, strict=True)
+        for text, share in zip(texts, shares, strict=True)
     ]
 
 
-def rank_cells(rank: RankFacts) -> tuple[str, ...]:
-    """Return a rank's texts in the order of `COLUMNS`."""
+def _times(rank: RankFacts) -> tuple[float, ...]:
+    return rank.forward, rank.backward, rank.optimizer, rank.own_code, rank.waiting, rank.communicating
 
-    def seconds(value: float) -> str:
-        return format_duration(value) if value else "–"
 
-    hidden = f"{rank.hidden / rank.communicating:.0%}" if rank.communicating else "–"
-    times = (rank.forward, rank.backward, rank.optimizer, rank.own_code, rank.waiting, rank.communicating)
-    return (
-        *map(seconds, times), hidden, seconds(rank.waited_for), format_bytes(rank.bytes) if rank.bytes else "–",
-    )  # fmt: skip
+def rank_cells(ranks: Sequence[RankFacts]) -> list[tuple[str, ...]]:
+    """Return the texts of each rank in the order of `COLUMNS`; the durations of a column have one unit."""
+    columns = zip(*((*_times(rank), rank.waited_for) for rank in ranks), strict=True)
+    *times, waited_for = map(format_durations, columns) if ranks else [()]
+    hidden = [f"{rank.hidden / rank.communicating:.0%}" if rank.communicating else "–" for rank in ranks]
+    moved = [format_bytes(rank.bytes) if rank.bytes else "–" for rank in ranks]
+    return list(zip(*times, hidden, waited_for, moved, strict=True))
+
+
+def format_durations(seconds: Sequence[float]) -> list[str]:
+    """Format durations that stand below each other, in the unit and with the digits of the longest; 0 is a dash."""
+    longest = max(seconds, default=0.0)
+    if longest >= 99.95:
+        return [format_seconds(value) if value else "–" for value in seconds]
+    unit, name = (1.0, "s") if longest >= 0.9995 else (1e-3, "ms") if longest >= 0.9995e-3 else (1e-6, "µs")
+    digits = 2 if longest / unit < 9.995 else 1 if longest / unit < 99.95 else 0
+    digits = 2 if name == "s" else digits if name == "ms" else 0
+    return [f"{value / unit:.{digits}f} {name}" if value else "–" for value in seconds]
 
 
 def format_duration(seconds: float) -> str:
     """Format a duration: ``464 µs``, ``12.3 ms``, ``2.1 s``."""
-    if seconds < 1e-3:
+    if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.0f} µs"
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else format_seconds(seconds)
 

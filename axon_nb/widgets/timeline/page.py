@@ -271,7 +271,7 @@ def _describe(rank: facts.RankFacts | None) -> str:
         return "no span"
     parts = [
         f"{name} {cell}"
-        for (name, _), cell in zip(content.COLUMNS, content.rank_cells(rank), strict=True)
+        for (name, _), cell in zip(content.COLUMNS, content.rank_cells([rank])[0], strict=True)
         if cell != "–"
     ]
     return ", ".join(parts) or "only its cell"
@@ -295,8 +295,8 @@ def _losses(table: SpanTable) -> list[str]:
 
 def _table(ranks: Sequence[facts.RankFacts]) -> str:
     rows = (
-        html.table_row(html.row_title(f"rank {rank.rank}"), html.data_cells(content.rank_cells(rank), html.NUMBER))
-        for rank in ranks
+        html.table_row(html.row_title(f"rank {rank.rank}"), html.data_cells(cells, html.NUMBER))
+        for rank, cells in zip(ranks, content.rank_cells(ranks), strict=True)
     )
     return html.table(("", *(title for title, _ in content.COLUMNS)), rows, cell=html.NUMBER, style=_WIDE)
 

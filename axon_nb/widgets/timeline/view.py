@@ -334,7 +334,7 @@ class TimelineView(View):
         self._facts_state = self._current_facts_state()
         start, end = self._focus_ns()
         summary = summarize(self._focused_spans(), start if end is None else None)
-        self._facts = page_facts(summary, self._ranks)
+        self._facts = page_facts(summary, self._ranks, running=start is not None and end is None)
         self._facts_due = now + max(_MIN_FACTS_INTERVAL_S, _FACTS_INTERVAL_FACTOR * (time.thread_time() - start_s))
         return self._facts
 

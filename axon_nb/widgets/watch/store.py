@@ -297,6 +297,8 @@ class JobStore:
         self._seen: set[int] = set()
         """Ranks that reported twice in the running cell."""
         self._omitted_names: set[str] = set()
+        self._past: dict[int, list[Bar]] = {}
+        """Loops of each rank that had ended as the last cell began."""
         self._clock, self._updated, self._begun = 0.0, 0.0, 0.0
         """Seconds of cells so far, when that was, and how many there were as the last cell began."""
 
@@ -345,6 +347,7 @@ class JobStore:
             self.measured.append(Run((cell, 0), VITALS))
         self._items.clear()
         self._seen.clear()
+        self._past = {rank: [bar for bar in report.bars if bar.is_over] for rank, report in self.reports.items()}
         self._begun = self._clock
 
     def _add_row(self, rank: int, row: MetricRow) -> None:
@@ -399,7 +402,7 @@ class JobStore:
         return RankRow(
             rank,
             state,
-            int(max(steps)) if steps else None,
+            int(max(steps)) if steps and self._has_logged else None,
             rates[rank][1] if rank in rates else None,
             shares[rank][1] if rank in shares else None,
             memory_of(report) if report else 0,
@@ -427,8 +430,15 @@ class JobStore:
         return now.mean if now else None
 
     def bars(self) -> list[MergedBar]:
-        """Return the loops of all ranks."""
-        return merge_bars({rank: report.bars for rank, report in self.reports.items()})
+        """Return the loops of all ranks: those of the last cell that logs or has any."""
+        bars = {rank: report.bars for rank, report in self.reports.items()}
+        own = {rank: [bar for bar in bars[rank] if bar not in self._past.get(rank, ())] for rank in bars}
+        return merge_bars(own if any(own.values()) or self._has_logged else bars)
+
+    @property
+    def _has_logged(self) -> bool:
+        """Whether the current run is of the running cell, or the last one."""
+        return self.logged[-1].number[0] in (0, self.last_cell)
 
     def notes(self) -> list[str]:
         """Return sentences about missing and non-finite values."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from axon_nb.records.spans import Span
 from tests.browser.bare.test_pages import open_page
 from tests.browser.bare.view_pages import SAMPLES, timeline
 from tests.support.records.straggling import straggling_spans
@@ -93,11 +94,39 @@ def test_hovered_collective_is_highlighted_on_all_ranks(chromium: Browser, tmp_p
     canvas.hover(position={"x": box["width"] * 108 / 725, "y": 33})
     page.wait_for_function("() => document.querySelector('.axon-timeline-highlight').dataset.family === '4'")
     assert highlight.is_visible()
-    tip = page.locator(".axon-timeline-tip").inner_text()
-    assert tip.startswith("all_reduce")
-    assert "waited for rank 2" in tip
+    tip = page.locator(".axon-timeline-tip")
+    assert tip.inner_text().startswith("all_reduce")
+    assert "waited for rank 2" in tip.inner_text()
+    place = tip.bounding_box()
+    assert place is not None
+    below, above = place["y"] - box["y"] - box["height"], box["y"] - place["y"] - place["height"]
+    assert max(below, above) >= 0, "it covers a call"
+    canvas.press("Home")
+    tip.wait_for(state="hidden")
     canvas.hover(position={"x": box["width"] * 20 / 725, "y": 15})  # a forward stands alone
     highlight.wait_for(state="hidden")
+    assert errors == []
+    page.close()
+
+
+def test_part_of_the_own_code_has_one_name(chromium: Browser, tmp_path: Path) -> None:
+    spans = [Span(rank, "cell", "In [5]", 0, 10**9) for rank in range(2)]
+    spans += [Span(0, "gc", "garbage collection", 3 * 10**8, 9 * 10**8)]
+    spans += [Span(1, "gc", "garbage collection", 5 * 10**8, 502 * 10**6)]
+    page, errors = open_page(chromium, tmp_path, "timeline", timeline(2, spans))
+    page.evaluate(
+        """() => {
+            window.words = [];
+            const write = CanvasRenderingContext2D.prototype.fillText;
+            CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+                if (this.canvas.classList.contains("axon-timeline-canvas")) window.words.push(text);
+                return write.call(this, text, ...place);
+            };
+        }"""
+    )
+    page.locator(".axon-timeline-canvas").press("Home")
+    page.wait_for_function("() => window.words.length >= 2")
+    assert page.evaluate("window.words.slice(0, 2)") == ["garbage collection", "own code"]
     assert errors == []
     page.close()
 

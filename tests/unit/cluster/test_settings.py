@@ -265,6 +265,6 @@ def test_list_says_what_each_setting_does() -> None:
     lines = LiveSettings().described()
     assert lines[0].startswith("keep_alive = 300 s ")
     assert "threads = 0" in lines[5]
-    assert lines[5].endswith("  torch's threads per rank; 0: an even share of the cores")
+    assert lines[5].endswith("  torch's threads per rank; 0: its share of cores")
     assert len(lines) == len(Settings.known())
     assert max(map(len, lines)) <= 120

@@ -169,3 +169,10 @@ def test_ranks_are_in_order_without_a_full_mesh() -> None:
     plain = [replace(shard, axes=(), mesh_shape=(), coordinates=()) for shard in split((600,), (300,), (0,))]
     mesh = find_mesh(plain)
     assert (mesh.title, mesh.columns, mesh.ranks[:2], set(mesh.places)) == ("ranks", 18, (0, 1), {""})
+
+
+def test_number_is_drawn_smaller_than_any_matrix() -> None:
+    (number,) = merge_shards([Shard("step", "optimizer", rank, (), (), (), (), "float32", "cpu", 4) for rank in (0, 1)])
+    (matrix,) = merge_shards([Shard("x", "parameter", 0, (2, 2), (2, 2), (0, 0), (), "float32", "cpu", 16)])
+    assert draw(number).width < draw(matrix).width / 2
+    assert [box.ranks for box in draw(number).boxes] == [(0, 1)]

@@ -63,6 +63,7 @@ export class Panel {
   /** @type {string | undefined} */
   #drawn = undefined; // id of the cluster
   #timer = 0;
+  #wasBusy = false;
 
   /**
    * @param {Monitor} monitor
@@ -159,6 +160,9 @@ export class Panel {
     setText(this.#verdict, unbroken(trouble || (status?.verdict ?? "")));
     this.#verdict.hidden = !this.#verdict.textContent;
     const dead = status?.dead ?? "";
+    const isBusy = Boolean(status?.busy);
+    if (isBusy && !this.#wasBusy) this.showMessage(""); // it is about an earlier cell
+    this.#wasBusy = isBusy;
     const why = cluster.state === "detached" ? "No notebook uses these ranks" : "The notebook does not reply";
     const silent = status ? "" : why;
     this.#enable("interrupt", silent || (status?.busy ? "" : "No cell is running"));

@@ -154,7 +154,10 @@ function join(group) {
   return { ...only, name: group.name ? `${group.name}.${only.name}` : only.name };
 }
 
-/** @typedef {Box & {index: number, label: string, depth: number}} Tile of a tensor, or of a module (index -1) */
+/**
+ * @typedef {Box & {index: number, label: string, isTurned?: boolean, depth: number}} Tile of a tensor, or of a module
+ *   (index -1); a turned label goes from top to bottom
+ */
 
 const TITLE = { height: 16, minWidth: 46, minHeight: 40 };
 const GAP = 2;
@@ -173,8 +176,11 @@ export function nestedTreemap(tensors, width, height) {
   /** @type {(group: Group, box: Box, depth: number) => void} */
   const place = (group, box, depth) => {
     if (group.index >= 0) {
-      const label = box.height >= 15 ? shortName(group.name, Math.floor((box.width - 8) / TILE_LETTER)) : "";
-      tiles.push({ ...box, index: group.index, label, depth });
+      const fit = (/** @type {number} */ length, /** @type {number} */ other) =>
+        other >= 15 ? shortName(group.name, Math.floor((length - 8) / TILE_LETTER)) : "";
+      const across = fit(box.width, box.height);
+      const label = across || fit(box.height, box.width);
+      tiles.push({ ...box, index: group.index, label, isTurned: !across && label !== "", depth });
       return;
     }
     const hasTitle = depth > 0 && box.width >= TITLE.minWidth && box.height >= TITLE.minHeight;
@@ -192,7 +198,7 @@ export function nestedTreemap(tensors, width, height) {
 }
 
 /**
- * The last parts of a name that fit into this many letters; empty: not even the last one fits.
+ * The last parts of a name that fit into this many letters, of an optimizer's at least what it is; empty: none fit.
  *
  * @param {string} name
  * @param {number} letters
@@ -203,7 +209,8 @@ export function shortName(name, letters) {
     const rest = parts.slice(i).join(".");
     if (rest.length <= letters) return rest;
   }
-  return "";
+  const state = name.split(": ").at(-1) ?? "";
+  return state.length <= letters ? state : "";
 }
 
 /**

@@ -24,7 +24,7 @@ const COLUMNS = ["tensor", "role", "shape", "where", "per rank", "parts by rank"
 function buildPage(onKind) {
   const { head, context: heading, tools } = makeHead("Shards");
   heading.classList.add("axon-shards-heading");
-  const placeholder = "filter by name, kind or axis";
+  const placeholder = "filter: name, role, axis";
   const filter = element("input", { type: "search", class: "axon-view-search", placeholder, "aria-label": "filter" });
   const kinds = /** @type {["list" | "map", string][]} */ ([
     ["list", "list"],
@@ -128,7 +128,9 @@ class ShardsView {
     const changes = this.#changed.size ? ` · ${this.#changed.size} changed in the last update` : "";
     const cell = data.mesh.cells.find(({ rank }) => rank === this.#rank);
     const chosen = cell ? ` · rank ${cell.rank}${cell.place ? ` (${cell.place})` : ""} holds ${cell.size}` : "";
-    page.state.textContent = `${tensors.length} of ${data.tensors.length} shown${chosen}${changes}`;
+    const isFiltered = tensors.length < data.tensors.length;
+    const count = isFiltered ? ` · ${tensors.length} of ${data.tensors.length} tensors` : "";
+    page.state.textContent = `${count}${chosen}${changes}`.slice(3);
     this.#drawMesh(data);
     page.body.replaceChildren(
       ...(this.#kind === "list" ? this.#drawList(data, tensors) : this.#drawMap(data, tensors)),

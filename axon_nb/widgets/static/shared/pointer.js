@@ -66,15 +66,16 @@ export function trackPointer(on, canvas, brush, { onMove, onMark, onClick, heigh
 }
 
 /**
- * Show a text or nodes near a place of the view, within its width; nothing hides the tooltip.
+ * Show a text or nodes near a place of the view, within it; nothing hides the tooltip.
  *
  * @param {HTMLElement} tip
  * @param {HTMLElement} root the view
  * @param {string | Node[]} content
  * @param {number} left
  * @param {number} top
+ * @param {number} bottom where it ends if there is no room below `top`
  */
-export function showTooltip(tip, root, content, left = 0, top = 0) {
+export function showTooltip(tip, root, content, left = 0, top = 0, bottom = top - 24) {
   tip.hidden = !content.length;
   if (!content.length) return;
   if (typeof content === "string") tip.textContent = content;
@@ -82,5 +83,5 @@ export function showTooltip(tip, root, content, left = 0, top = 0) {
   const [width, height] = [tip.offsetWidth, tip.offsetHeight];
   const isWide = left + width > root.clientWidth;
   tip.style.left = `${Math.max(0, isWide ? Math.min(left - width - 24, root.clientWidth - width) : left)}px`;
-  tip.style.top = `${top + height > root.clientHeight ? Math.max(0, top - height - 24) : top}px`;
+  tip.style.top = `${top + height > root.clientHeight ? Math.max(0, bottom - height) : top}px`;
 }

@@ -167,14 +167,27 @@ export class TimeView {
    * @param {number} y
    */
   showText = (content, x = 0, y = 0) => {
-    showTooltip(this.parts.tip, this.parts.root, content, x + 12, y + 16);
+    showTooltip(this.parts.tip, this.parts.root, content, x + 12, ...this.tipPlace(y));
   };
+
+  /**
+   * Where the tooltip of a place begins, and where it ends if there is no room below.
+   *
+   * @param {number} y of the place
+   * @returns {[top: number, bottom: number]}
+   */
+  tipPlace(y) {
+    return [y + 16, y - 8];
+  }
 
   #listen() {
     const { on } = this;
     const { canvas, tools, brush } = this.parts;
     on(canvas, "keydown", (event) => {
-      if (event.ctrlKey || event.metaKey || event.altKey || !this.onKey(event.key)) return;
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      this.#pointer = null; // what was below it may not be what the key is about
+      this.showText("");
+      if (!this.onKey(event.key)) return;
       event.preventDefault();
       event.stopPropagation();
     });

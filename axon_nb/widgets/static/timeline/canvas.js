@@ -126,13 +126,14 @@ export class RowCanvas {
     const [top, height] = [places.top(line >> 1, lane), places.height(lane)];
     const { paints } = this.config;
     for (const { kind, left, right } of runs) painter.fill(paints[kind], left, top, right - left, height, lane === 1);
-    // A hairline between spans of one kind that follow one another.
-    for (const { left, right } of boxes) {
-      if (left > 0 && right - left > 4 * ratio)
+    // A hairline between spans of one kind that follow one another; one of the own code is a part of a larger one.
+    for (const { kind, left, right } of boxes) {
+      if (left > 0 && right - left > 4 * ratio && paints[kind].kind !== "other")
         context.clearRect(Math.round(left), top, Math.max(1, ratio / 2), height);
     }
     if (height < MIN_LABELLED.height * ratio) return;
-    for (const { index, left, right } of labelRooms(boxes, runs, MIN_LABELLED.width * ratio)) {
+    const rooms = labelRooms(boxes, runs, MIN_LABELLED.width * ratio);
+    for (const { index, left, right } of rooms) {
       const [code, name] = this.store.labels[this.store.columns.label[index]];
       const { kind, token } = paints[code];
       const words = kind === "wait" ? [] : wordsFor(kind, name, this.store.columns.microbatch[index]);
@@ -143,7 +144,8 @@ export class RowCanvas {
       const [{ form, token }, width] = [paints[kind], right - left];
       if (width < MIN_WAIT_LABELLED * ratio) continue;
       if (form === "wait") painter.write("waits", left, top, width, height - 2 * ratio);
-      else if (paints[kind].kind === "other") painter.write("own code", left, top, width, height, token);
+      else if (paints[kind].kind === "other" && !rooms.some((room) => room.left < right && room.right > left))
+        painter.write("own code", left, top, width, height, token);
     }
   }
 

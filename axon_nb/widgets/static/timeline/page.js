@@ -39,8 +39,7 @@ function buildHead(title) {
   const filter = create("input", "axon-view-search", { type: "search", placeholder, ariaLabel: "filter spans" });
   tools.append(filter);
   for (const [textContent, value, hint] of BUTTONS) {
-    const className = value.length === 1 && value !== "a" ? "axon-view-plain" : "";
-    tools.append(create("button", className, { type: "button", textContent, value, title: hint, ariaLabel: hint }));
+    tools.append(create("button", "", { type: "button", textContent, value, title: hint, ariaLabel: hint }));
   }
   return { head, state, elapsed, tools, filter };
 }

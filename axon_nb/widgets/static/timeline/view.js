@@ -26,6 +26,7 @@ import { decode, merge, newStore } from "./store.js";
 /** @import { Config, PipelineStep, Store } from "./store.js" */
 
 const REDRAW_MS = 500;
+const MAX_BESIDE = 8; // rows; a tooltip below more would be far from the pointer
 const SELECTION_KEYS = new Set(["ArrowUp", "ArrowDown", "n", "p", "Enter"]);
 
 /**
@@ -78,7 +79,10 @@ class TimelineView extends TimeView {
     const { on } = this;
     const { canvas, filter, keys } = this.parts;
     on(filter, "keydown", (event) => event.stopPropagation()); // Lab has keys of its own
-    on(filter, "input", this.request);
+    on(filter, "input", () => {
+      this.showText("");
+      this.request();
+    });
     on(this.parts.root, "pointerenter", () => this.loadTools());
     keys.forEach(({ item }, kind) => {
       on(item, "click", () => {
@@ -211,6 +215,18 @@ class TimelineView extends TimeView {
 
   get geometry() {
     return this.canvas.geometry;
+  }
+
+  /**
+   * Below or above a few rows, where a tooltip covers none of the calls that are shown together.
+   *
+   * @param {number} y
+   */
+  tipPlace(y) {
+    const { offsetTop: top, clientHeight } = this.parts.canvas;
+    return this.rows.list.length > MAX_BESIDE
+      ? super.tipPlace(y)
+      : /** @type {[number, number]} */ ([top + clientHeight + 4, top - 4]);
   }
 
   // ---- drawing -----------------------------------------------------------------------------------------------------

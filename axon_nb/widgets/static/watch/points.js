@@ -126,7 +126,7 @@ export function xTicks(steps, axis, count) {
   const round = (/** @type {number} */ length, /** @type {number} */ most) =>
     axis === "seconds" ? roundSeconds(length / most) : Math.max(1, roundStep(length, most));
   const label = (/** @type {number} */ at) => (axis === "seconds" ? formatTime(at) : formatValue(at, "number"));
-  const word = axis === "seconds" ? "" : "step ";
+  const word = axis === "seconds" ? "time " : "step ";
   return valueTicks(span, count, round).map((at, i) => ({ at, label: `${i ? "" : word}${label(at)}` }));
 }
 

@@ -16,10 +16,10 @@ INFO = ClusterInfo("default", "gloo", "node-1", 2, True, "axon", RANKS)
 
 def test_card_as_text() -> None:
     assert cluster_card(INFO)["text/plain"].splitlines() == [
-        "default: running, 2 ranks, gloo, on node-1, engines: axon",
-        "rank  host     pid  device  backend  state                      memory",
-        "   0  node-1  4711  cpu     gloo     idle                      300 MiB",
-        "   1  node-1  4712  cpu     gloo     in <all_reduce> · In [7]        –",
+        "default: running, 2 ranks, gloo, on node-1",
+        "rank   pid  device  state                      memory",
+        "   0  4711  cpu     idle                      300 MiB",
+        "   1  4712  cpu     in <all_reduce> · In [7]        –",
     ]
 
 
@@ -27,7 +27,13 @@ def test_card_that_is_saved_is_the_same_in_each_run() -> None:
     later = tuple(replace(row, pid=row.pid + 1, rss_bytes=row.rss_bytes + 2**20, device_bytes=2**20) for row in RANKS)
     first, second = (cluster_card(replace(INFO, ranks=ranks), measured=False) for ranks in (RANKS, later))
     assert first == second
-    assert "   0  node-1  cpu     gloo     idle" in first["text/plain"]
+    assert "   0  cpu     idle" in first["text/plain"]
+
+
+def test_card_names_what_is_unusual_once() -> None:
+    heading, columns, *_ = cluster_card(replace(INFO, backend="shm", engines="slurm"))["text/plain"].splitlines()
+    assert heading == "default: running, 2 ranks, shared memory, on node-1, engines: slurm"
+    assert "backend" in columns.split(), "ranks have another one than the cluster"
 
 
 def test_device_memory_column_appears_only_with_devices() -> None:
@@ -64,11 +70,11 @@ def test_many_ranks_that_do_the_same_share_a_row() -> None:
     ranks[512] = replace(ranks[512], state="running line 7")
     hosts = ", ".join(f"node{number:03d}" for number in range(128))
     info = ClusterInfo("large", "nccl", hosts, 1024, True, "axon", tuple(ranks))
-    text, same = cluster_card(info)["text/plain"].splitlines(), "cuda:0-7 nccl"
-    assert text[0] == "large: running, 1024 ranks, nccl, on 128 hosts, engines: axon"
+    text, same = cluster_card(info)["text/plain"].splitlines(), "cuda:0-7"
+    assert text[0] == "large: running, 1024 ranks, nccl, on 128 hosts"
     assert [" ".join(line.split()) for line in text[2:]] == [
         f"0-511,513-1023 128 hosts 1023 pids {same} {waiting.state} for 6.2 s · In [4] 1.00 GiB to 2.00 GiB 1.00 GiB",
-        "512 node064 4512 cuda:0 nccl running line 7 · In [4] 1.50 GiB 1.00 GiB",
+        "512 node064 4512 cuda:0 running line 7 · In [4] 1.50 GiB 1.00 GiB",
     ]
     several = tuple(replace(rank, state=f"running line {rank.rank}") for rank in ranks)
     for shown in cluster_card(replace(info, ranks=several)).values():

@@ -30,11 +30,16 @@ def test_bars_are_to_scale_and_estimates_beside_them() -> None:
     assert sum(part for _, part in row.measured.segments) == pytest.approx(170 / 250)
     assert row.measured.peak == pytest.approx(170 / 250)
     assert row.measured.labels == ("40", "40", "80", "")
-    assert (row.total, row.remark) == ("170 MiB", "29 % below the estimate")
+    assert (row.total, row.remark) == ("170 MiB", "33 % below the estimate")
     assert row.measured.text == (
         "170 MiB (parameters 40.0 MiB, gradients 40.0 MiB, optimizer 80.0 MiB, other 10.0 MiB), highest seen 170 MiB"
     )
     assert row.estimated.text == "estimate: 240 MiB (parameters 40.0 MiB, gradients 40.0 MiB, optimizer 160 MiB)"
+
+
+def test_copies_do_not_count_against_an_estimate() -> None:
+    (row,) = rows_of(answers(use(by_role={**SIZES, "copies": 500 * MIB}), estimated=SIZES)).rows()
+    assert row.remark == "as estimated"
 
 
 def test_peak_is_kept() -> None:

@@ -92,7 +92,7 @@ def test_numbers_are_final_when_a_cell_has_ended(page: Page, feed: Any) -> None:
     page.pump()
     assert header_of(page.sent[-1])["cell"] == "In [5]"
     rows = header_of(page.sent[-1])["facts"]["rows"]
-    assert rows[0]["cells"][0]["text"] == "27 ms"
+    assert rows[0]["cells"][0]["text"] == "27.0 ms"
 
 
 def test_page_with_gaps_gets_a_full_resend(page: Page, feed: Any) -> None:

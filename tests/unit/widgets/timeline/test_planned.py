@@ -50,4 +50,4 @@ def test_planned_timeline_is_text_outside_notebooks(capsys: pytest.CaptureFixtur
     show_planned(SPANS, "train on 8 ranks of h100")
     shown = capsys.readouterr().out
     assert "Timeline, train on 8 ranks of h100, 2 ranks" in shown
-    assert "rank 7: forward 3 ms" in shown
+    assert "rank 7: forward 3.00 ms" in shown

@@ -15,7 +15,7 @@ from axon_nb.cluster.inspection.spans import SpanStore
 from axon_nb.records.spans import Span
 from axon_nb.records.training.steps import play
 from axon_nb.widgets.html import SPAN_PAINTS
-from axon_nb.widgets.timeline.content import NOTHING_YET, figures, page_facts, summarize
+from axon_nb.widgets.timeline.content import NOTHING_YET, figures, format_durations, page_facts, summarize
 from axon_nb.widgets.timeline.facts import timeline_facts
 from axon_nb.widgets.timeline.page import (
     comparison_bundle,
@@ -224,7 +224,7 @@ def test_text_and_html_agree_and_need_no_script() -> None:
     bundle = timeline_bundle(table, [0, 1, 2], title="In [<3>]")
     words = bundle["text/plain"].splitlines()
     assert words[0] == "Timeline, In [<3>], 3 ranks, 0.09 s"
-    assert "communicating 30 ms" in words[1]
+    assert "communicating 30.0 ms" in words[1]
     assert words[3] == "  rank 2: no span"
     assert "pipeline of ranks 0-1, 2 stages, 2 microbatches" in bundle["text/plain"]
     assert "ideal: 90 ms" in bundle["text/plain"] or "ideal: " in bundle["text/plain"]
@@ -250,7 +250,9 @@ def test_saved_timeline_marks_steps() -> None:
 def test_empty_timeline_is_described() -> None:
     bundle = timeline_bundle(SpanStore().table(), [0], title="")
     assert bundle["text/plain"].splitlines() == ["Timeline, 1 rank, 0.00 s", "  rank 0: no span", NOTHING_YET]
-    assert page_facts(summarize(SpanStore().table()), [0])["facts"]["notes"] == [NOTHING_YET]
+    empty = summarize(SpanStore().table())
+    assert page_facts(empty, [0])["facts"]["notes"] == [NOTHING_YET]
+    assert page_facts(empty, [0], running=True)["facts"]["notes"] == [], "the first spans may be on their way"
 
 
 def test_pictures_are_valid_and_show_waiting_in_front_of_a_late_collective() -> None:
@@ -289,6 +291,15 @@ def test_ticks_are_at_round_steps(length: float, count: int) -> None:
     assert 0.2 * count <= length / step + 1e-9
     assert length / step <= count * (1 + 1e-9)
     assert f"{step:.0e}"[0] in "125"
+
+
+def test_durations_below_each_other_have_one_unit() -> None:
+    assert format_durations([0.012, 0.00528, 0.00877, 0]) == ["12.0 ms", "5.3 ms", "8.8 ms", "–"]
+    assert format_durations([5.2, 0.193]) == ["5.20 s", "0.19 s"]
+    assert format_durations([0.338, 0.012]) == ["338 ms", "12 ms"]
+    assert format_durations([0.0009999]) == ["1.00 ms"]
+    assert format_durations([464e-6, 2e-6]) == ["464 µs", "2 µs"]
+    assert format_durations([192.0, 0.5]) == ["3 min 12 s", "0.50 s"]
 
 
 def test_two_cells_are_compared_on_one_scale() -> None:

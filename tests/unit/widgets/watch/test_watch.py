@@ -284,3 +284,17 @@ def test_names_without_a_curve_are_listed_and_bounded() -> None:
     assert notes[0].endswith(", n19 and 44 more.")
     assert notes[1] == "Only 64 metrics are stored; 6 more were dropped."
     assert len(store.metrics) == 64
+
+
+def test_loops_and_steps_of_an_earlier_cell_go_with_the_first_of_the_next() -> None:
+    store, ended = JobStore(), Bar("epochs", 0, 5, 5, 62.9, True)
+    store.add(answers(report(0, [row(9, (4, 0), loss=1.0)], bars=[ended], cell=4)), 0.0)
+    store.add(answers(report(0, bars=[ended], cell=None)), 1.0)
+    store.add(answers(report(0, bars=[ended], cell=5)), 2.0)
+    assert [bar.desc for bar in store.bars()] == ["epochs"], "the last that there are"
+    assert store.rows()[0].step is None
+    store.add(answers(report(0, [row(0, (5, 0), loss=1.0)], bars=[ended], cell=5)), 3.0)
+    assert store.bars() == []
+    assert store.rows()[0].step == 0
+    store.add(answers(report(0, bars=[ended, Bar("epochs", 0, 1, 5, 1.0, False)], cell=5)), 4.0)
+    assert [bar.count for bar in store.bars()] == ["1/5"]

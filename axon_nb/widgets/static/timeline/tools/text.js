@@ -21,7 +21,8 @@ export function spanFacts(store, i, config, zero = 0, tail = undefined) {
   const { kind, label: kindName } = config.paints[code];
   const isPlain = name === kind || name === kindName;
   const waits = stage[i] >= 0 ? `waits for message ${name}` : `waits in ${name}`;
-  const title = kind === "wait" ? waits : isPlain ? kindName : kind === "collective" ? name : `${kindName} ${name}`;
+  const hasOwnName = kind === "collective" || kind === "other";
+  const title = kind === "wait" ? waits : isPlain ? kindName : hasOwnName ? name : `${kindName} ${name}`;
   /** @type {[string, string][]} */
   const pairs = [
     ["rank", String(rank[i])],
