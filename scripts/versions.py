@@ -116,7 +116,7 @@ def environment(folder: Path, version: str, python: str) -> Path:
         newest = ["--upgrade", "torch"] if version == NEWEST else []
         constraints.write("\n".join([*pins, *([] if newest else [f"torch=={version}"])]))
         constraints.flush()
-        subprocess.run([*pip, "-c", constraints.name, "-e", f"{ROOT}[dev]", *newest], check=True)
+        subprocess.run([*pip, "-c", constraints.name, "-e", f"{ROOT}[dev]", "-e", ROOT / "course", *newest], check=True)
     return found
 
 
