@@ -34,6 +34,7 @@ PAGE = ROOT / "docs" / "versions.md"
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "private hooks, self-test": (
         "tests/engine/test_hooks.py",
+        "tests/engine/groups/test_group_hooks.py",
         "tests/engine/groups/test_nccl.py",
         "tests/engine/test_self_test.py",
         "tests/engine/groups/test_native.py",

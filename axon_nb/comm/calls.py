@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +34,6 @@ _RENAMED = {**PUBLIC_NAMES, "allgather_coalesced": "all_gather", "monitored_barr
 _MAX_LOGGED = 1000
 _open: tuple[CallCounts, ...] = ()
 _lock = threading.Lock()
-_hook_ids = itertools.count(0x61786F6E)
 _OPERATIONS = {
     "ALLREDUCE": "all_reduce",
     "ALLGATHER": "all_gather",
@@ -285,8 +283,6 @@ def before_calls(
     """
     if not hook("comm.group_hooks").is_used or missing_hooks("comm.group_hooks"):
         return None
-    number = next(_hook_ids)
-
     def before(call: Any) -> None:
         if operation := _operation(call.name):
             see(operation, _tensors(operation, call), call.root)
@@ -295,6 +291,7 @@ def before_calls(
         if started is not None and (operation := _operation(call.name)):
             started(operation)
 
+    number = id(before)  # no other hook has it while the group holds this one
     group.register_pre_hook(number, before)
     if started is not None:
         group.register_post_hook(number, after)
