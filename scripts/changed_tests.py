@@ -79,7 +79,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "axon_nb/remote/": ("tests/remote",),
     "axon_nb/script/": ("tests/unit/export/", "tests/cluster/test_imported_programs.py"),
     "axon_nb/shell/": ("tests/cluster", "tests/engine", KERNEL),
-    "axon_nb/torch_api/": ("tests/comm", "tests/compat", "tests/engine", "tests/parallel", KERNEL),
+    "axon_nb/torch_api.py": ("tests/comm", "tests/compat", "tests/engine", "tests/parallel", KERNEL),
     "axon_nb/widgets/": ("tests/browser", VIEWS),
     "benchmarks/": (),
     "binder/": ("tests/packaging",),

@@ -31,7 +31,7 @@ for set in "${sets[@]}"; do
     place=".versions/$set"
     echo "== $set, $python"
     [[ -x $place/bin/python ]] || "$uv" venv --quiet --no-python-downloads --python "$python" "$place"
-    "$uv" pip install --quiet --python "$place/bin/python" "${choice[@]}" --editable '.[dev]'
+    "$uv" pip install --quiet --python "$place/bin/python" "${choice[@]}" --editable '.[dev]' --editable ./course
     (
         export PATH="$PWD/$place/bin:$PATH" XDG_CACHE_HOME="$PWD/$place/cache"
         status=0

@@ -34,6 +34,7 @@ PAGE = ROOT / "docs" / "versions.md"
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "private hooks, self-test": (
         "tests/engine/test_hooks.py",
+        "tests/engine/groups/test_group_hooks.py",
         "tests/engine/groups/test_nccl.py",
         "tests/engine/test_self_test.py",
         "tests/engine/groups/test_native.py",
@@ -116,7 +117,7 @@ def environment(folder: Path, version: str, python: str) -> Path:
         newest = ["--upgrade", "torch"] if version == NEWEST else []
         constraints.write("\n".join([*pins, *([] if newest else [f"torch=={version}"])]))
         constraints.flush()
-        subprocess.run([*pip, "-c", constraints.name, "-e", f"{ROOT}[dev]", *newest], check=True)
+        subprocess.run([*pip, "-c", constraints.name, "-e", f"{ROOT}[dev]", "-e", ROOT / "course", *newest], check=True)
     return found
 
 

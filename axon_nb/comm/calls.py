@@ -34,7 +34,6 @@ _RENAMED = {**PUBLIC_NAMES, "allgather_coalesced": "all_gather", "monitored_barr
 _MAX_LOGGED = 1000
 _open: tuple[CallCounts, ...] = ()
 _lock = threading.Lock()
-_HOOK_ID = 0x61786F6E
 _OPERATIONS = {
     "ALLREDUCE": "all_reduce",
     "ALLGATHER": "all_gather",
@@ -44,7 +43,7 @@ _OPERATIONS = {
 }
 """By the beginning of torch's name for them; the longest counts."""
 _INPUT_ONLY = frozenset({"all_reduce", "broadcast", "reduce", "send"})
-_watched: list[Any] = []
+_watched: list[tuple[Any, Callable[[], None]]] = []
 
 
 class OperationCount(NamedTuple):
@@ -268,34 +267,76 @@ def _kept(tensor: Any, args: Sequence[Any], place: int, size: int) -> int:
     return tensor.nbytes // max(1, len(tensor)) * splits[place] if splits else tensor.nbytes // size
 
 
+def before_calls(
+    group: Any, see: Callable[[str, tuple[Any, ...], int], object], started: Callable[[str], object] | None = None
+) -> Callable[[], None] | None:
+    """Call `see` before each call of a group of torch's own; return a function that ends that, or None before 2.14.
+
+    torch does so in the dispatcher, but not for `monitored_barrier`, for what calls the group's backend, nor for groups
+    that are written in Python. If `see` raises, the call raises that, and has sent nothing.
+
+    Args:
+        group: The group.
+        see: Gets the operation, its tensors in torch's order, and the rank in the group of the root or peer, else -1.
+            The reduction, the splits of an all_to_all and the tag of a message are not known.
+        started: Called with the operation once it has started.
+    """
+    if not hook("comm.group_hooks").is_used or missing_hooks("comm.group_hooks"):
+        return None
+    def before(call: Any) -> None:
+        if operation := _operation(call.name):
+            see(operation, _tensors(operation, call), call.root)
+
+    def after(call: Any) -> None:
+        if started is not None and (operation := _operation(call.name)):
+            started(operation)
+
+    number = id(before)  # no other hook has it while the group holds this one
+    group.register_pre_hook(number, before)
+    if started is not None:
+        group.register_post_hook(number, after)
+
+    def end() -> None:
+        with contextlib.suppress(RuntimeError):  # the group was destroyed
+            group.unregister_pre_hook(number)
+            if started is not None:
+                group.unregister_post_hook(number)
+
+    return end
+
+
 def _watch_groups() -> None:
     """Report the calls of all groups of torch's own that this process has now, until `_unwatch_groups`."""
-    if not hook("comm.group_hooks").is_used or missing_hooks("comm.group_hooks") or not dist.is_initialized():
-        return
-    for group in list(c10d._world.pg_map):
+    for group in list(c10d._world.pg_map) if dist.is_initialized() else ():
         if type(group) is dist.ProcessGroup and not _is_watched(group):
-            ranks = dist.get_process_group_ranks(group)
-            hooked: Any = group
-            hooked.register_pre_hook(_HOOK_ID, functools.partial(_before, ranks, group.rank()))
-            _watched.append(group)
+            see = functools.partial(_report, dist.get_process_group_ranks(group), group.rank())
+            if end := before_calls(group, see):
+                _watched.append((group, end))
 
 
 def _unwatch_groups() -> None:
     while _watched:
-        with contextlib.suppress(RuntimeError):  # the group was destroyed
-            _watched.pop().unregister_pre_hook(_HOOK_ID)
+        _watched.pop()[1]()
 
 
 def _is_watched(group: Any) -> bool:
-    return any(group is other for other in _watched)
+    return any(group is other for other, _ in _watched)
 
 
-def _before(ranks: list[int], place: int, call: Any) -> None:
-    name = max((start for start in _OPERATIONS if call.name.name.startswith(start)), key=len, default="")
-    if not name:  # no communication, such as a split
-        return
-    operation, inputs, outputs = _OPERATIONS[name], call.input_tensors, call.output_tensors
+def _report(ranks: list[int], place: int, operation: str, tensors: tuple[Any, ...], root: int) -> None:
+    report_call(operation, tensors, place, lambda: ranks, root if operation in ("send", "recv") else -1)
+
+
+@functools.cache
+def _operation(kind: Any) -> str:
+    """The operation that torch names so to a hook; empty if nothing is communicated, as in a split."""
+    return _OPERATIONS.get(max((name for name in _OPERATIONS if kind.name.startswith(name)), key=len, default=""), "")
+
+
+def _tensors(operation: str, call: Any) -> tuple[Any, ...]:
+    inputs = call.input_tensors
+    if operation in _INPUT_ONLY:
+        return (inputs,)
     if operation == "all_to_all" and len(inputs) == 1:  # of one tensor
         inputs = inputs[0]
-    tensors = (inputs,) if operation in _INPUT_ONLY else (outputs, inputs)
-    report_call(operation, tensors, place, lambda: ranks, call.root if operation in ("send", "recv") else -1)
+    return call.output_tensors, inputs

@@ -269,16 +269,25 @@ class NativeGroups:
         device: Where this rank computes.
         timeout: Timeout of the groups' operations.
         abort: The rank's abort flag.
+        before_connect: Called with a group and the number of the rebuild before any of its ranks connects.
     """
 
     def __init__(
-        self, kind: BackendKind, root: Store, *, device: torch.device, timeout: timedelta, abort: AbortFlag
+        self,
+        kind: BackendKind,
+        root: Store,
+        *,
+        device: torch.device,
+        timeout: timedelta,
+        abort: AbortFlag,
+        before_connect: Callable[[dist.ProcessGroup, int], None] = lambda group, epoch: None,
     ) -> None:
         self._kind = kind
         self._root = root
         self.device = device
         """Where this rank computes."""
         self._timeout = timeout
+        self._before_connect = before_connect
         self._raise_if_aborted = abort.raise_if_set
         self._aborted: list[Any] = []
         self._lock = threading.Lock()
@@ -329,6 +338,7 @@ class NativeGroups:
         """
         if not isinstance(group, dist.ProcessGroup) or not self._kind.owns(backend := backend_of(group, self.device)):
             return
+        self._before_connect(group, epoch)
         store = PrefixStore(f"connect{epoch}/{group.group_name}/", self._root)
         wait_for_peers(
             store,
@@ -393,6 +403,7 @@ class NativeGroups:
             RuntimeError: a peer did not arrive, or did not connect.
         """
         ranks = dist.get_process_group_ranks(group)
+        self._before_connect(group, epoch)
         store = PrefixStore(f"epoch{epoch}/{group.group_name}/", self._root)
         wait_for_peers(store, group.rank(), group.size(), raise_if_cancelled=self._raise_if_aborted)
         backend = connect_in_helper(

@@ -149,8 +149,13 @@ def install_native_groups(
     root: Store, *, device: torch.device, timeout: timedelta, kind: BackendKind | None = None
 ) -> NativeGroups:
     """Make NCCL groups of this rank, or those of another `kind`, abortable and rebuildable from now on."""
+    from axon_nb.engine.groups.native_calls import CallChecks  # Gloo's groups are checked where they start calls
+
     state = current_groups()
-    state.native = NativeGroups(kind or NCCL, root, device=device, timeout=timeout, abort=state.abort)
+    checks = CallChecks(root, state)
+    state.native = NativeGroups(
+        kind or NCCL, root, device=device, timeout=timeout, abort=state.abort, before_connect=checks.begin
+    )
     return state.native
 
 

@@ -57,6 +57,8 @@ _POINT_TO_POINT = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 _CUDA_FILE = os.path.join("torch", "cuda", "__init__.py")
 _MAX_STARTED = 8
 """Collectives that are reported wherever the main thread is."""
+_UNTITLED = frozenset({"", "default_pg", "undefined"})
+"""What torch has as the description of a group that was made without one."""
 _CALLS_OF_A_POLL = 3
 """How many frames deep a poll may be in a call: it asks the event, or looks for an abort."""
 
@@ -227,6 +229,8 @@ def overdue(native: NativeGroups, content: bytes) -> str:
             name = PUBLIC_NAMES.get(call.name, call.name)
             if call.peer >= 0:
                 name += f" {'to' if call.name == 'send' else 'from'} rank {call.peer}"
+            if (title := str(groups[call.group].group_desc)) not in _UNTITLED:  # NCCL calls its communicator so, too
+                name += f" in group {title!r}"
             return f"{name} has been in progress for {call.seconds:.0f} s, and its group's timeout is {limit_s:g} s"
     return ""
 

@@ -124,7 +124,8 @@ def encode(name: str, args: tuple[Any, ...]) -> int:
 
 def _reduction(options: Any) -> int:
     """Return the number of the `ReduceOp` in an operation's options; -1 if there is none."""
-    reduction = getattr(options, "reduceOp", None)
+    if (reduction := getattr(options, "reduceOp", None)) is None:
+        return -1
     # `int(reduction.op)` takes ten times as long.
     return next((number for number, known in enumerate(_KNOWN_REDUCTIONS) if reduction == known), -1)
 

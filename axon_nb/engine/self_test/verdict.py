@@ -31,7 +31,7 @@ from axon_nb.records.hooks import REGISTER, Capability, Verdict, are_tested
 _TIMEOUT_S = 90.0
 _FAILURE_VALID_S = 60.0
 _POLL_S = 0.02
-_SOURCES = ("engine/groups", "engine/self_test", "torch_api")
+_SOURCES = ("engine/groups/*.py", "engine/self_test/*.py", "torch_api.py")
 
 
 def cache_folder() -> Path:
@@ -44,7 +44,7 @@ def build() -> str:
     """Identify what the verdict depends on: builds of torch, Python, ipykernel, IPython, ipyparallel; our hooks."""
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
-    for path in [*(path for folder in _SOURCES for path in sorted((package / folder).glob("*.py"))), REGISTER]:
+    for path in [*(path for source in _SOURCES for path in sorted(package.glob(source))), REGISTER]:
         stat = path.stat()  # reading the files would take 7 ms
         digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     parts = (torch.version.git_version, platform.python_version(), sys.platform, __version__, *_versions().values())

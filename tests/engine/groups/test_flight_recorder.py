@@ -122,9 +122,10 @@ def _is_overdue(rank: int, store: Any) -> list[str]:
     """Rank 1 comes late to a collective of a group whose timeout is over."""
     groups = groups_on(store)
     groups.rebuilt_at_ns = 0
+    own = dist.new_group([0, 1], group_desc="mine")
     said = [overdue(groups, flight_recorder.dump("fr"))]
     if rank == 0:
-        work = dist.all_reduce(torch.ones(5), async_op=True)
+        work = dist.all_reduce(torch.ones(5), group=own, async_op=True)
         time.sleep(1.1)
         said.append(overdue(groups, flight_recorder.dump("fr")))
         groups.timeout_of = lambda group: timedelta(seconds=1)  # type: ignore[method-assign]
@@ -133,13 +134,13 @@ def _is_overdue(rank: int, store: Any) -> list[str]:
         work.wait()
     else:
         store.wait(["late"])
-        dist.all_reduce(torch.ones(5))
+        dist.all_reduce(torch.ones(5), group=own)
     return said
 
 
 def test_collective_past_its_timeout_is_reported(tmp_path: Path) -> None:
     results = run_on_ranks(_is_overdue, 2, tmp_path, TORCH_FR_BUFFER_SIZE="100")
-    late = "all_reduce has been in progress for 1 s, and its group's timeout is 1 s"
+    late = "all_reduce in group 'mine' has been in progress for 1 s, and its group's timeout is 1 s"
     assert results == {0: ["", "", late], 1: [""]}
 
 
