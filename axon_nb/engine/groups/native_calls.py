@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from axon_nb.comm.calls import before_calls
 from axon_nb.engine.groups.size_check import SizeTable, open_size_table
