@@ -397,8 +397,7 @@ def _like(value: Any, plain: Any, *, requires_grad: bool | None = None) -> Any:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.memmap, numpy.ma.MaskedArray)):
+    if _is_array(value) and isinstance(value, ((numpy := sys.modules["numpy"]).memmap, numpy.ma.MaskedArray)):
         return {}
     return getattr(value, "__dict__", {})
 
