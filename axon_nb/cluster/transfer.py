@@ -9,6 +9,7 @@ refused, and what cannot be joined so becomes a list.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -310,8 +311,6 @@ def join_values(parts: Sequence[Any], *, dim: int = 0) -> Any:
         return _join_tables(parts)
     if type(first) in (list, tuple):
         return type(first)(itertools.chain.from_iterable(parts))
-    if not (_is_array(first) or _is_tensor(first)):
-        return list(parts)
     if not all(_is_tensor(part) or _is_array(part) for part in parts) or not _alike(parts):
         return list(parts)
     join = _joins(first)[0 if first.ndim else 1]
@@ -323,7 +322,9 @@ def join_values(parts: Sequence[Any], *, dim: int = 0) -> Any:
             f"Cannot join parts of shapes {shapes} along dimension {dim}: all other dimensions must be equal. Use "
             "`%pull` to fetch them as they are."
         ) from None
-    return _like(first, joined, requires_grad=all(getattr(part, "requires_grad", False) for part in parts))
+    whole = _like(first, joined, requires_grad=all(getattr(part, "requires_grad", False) for part in parts))
+    holds_exactly = importlib.import_module("axon_nb.shell.value_pickle").holds_exactly
+    return whole if all(holds_exactly(joined, _plain(part)) for part in parts) else list(parts)
 
 
 def _bounds(length: int, count: int) -> list[tuple[int, int]]:
@@ -345,7 +346,9 @@ def _join_tables(parts: Sequence[Any]) -> Any:
         is_alike = all(_facts(part)[0] == _facts(first)[0] for part in parts)
         dtypes = zip(*(_facts(part)[1] for part in parts), strict=is_alike)
         is_kept = all(len(set(kinds)) == 1 or all(map(pandas.api.types.is_numeric_dtype, kinds)) for kinds in dtypes)
-        return pandas.concat(list(parts)) if is_alike and is_kept else list(parts)
+        holds_exactly = importlib.import_module("axon_nb.shell.value_pickle").holds_exactly
+        joined = pandas.concat(list(parts)) if is_alike and is_kept else parts
+        return joined if joined is not parts and all(holds_exactly(joined, one) for one in parts) else list(parts)
     if isinstance(first, pandas.Index):
         joined = first.append(list(parts[1:]))
     else:
@@ -394,8 +397,7 @@ def _like(value: Any, plain: Any, *, requires_grad: bool | None = None) -> Any:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.memmap, numpy.ma.MaskedArray)):
+    if _is_array(value) and isinstance(value, ((numpy := sys.modules["numpy"]).memmap, numpy.ma.MaskedArray)):
         return {}
     return getattr(value, "__dict__", {})
 

@@ -181,6 +181,27 @@ def dressed(tensor: Any, kind: Any, attributes: dict[str, Any], *, requires_grad
     return tensor
 
 
+def holds_exactly(joined: Any, part: Any) -> bool:
+    """Whether the dtype of `joined` holds the whole numbers of one of its parts, an array, a tensor or a table."""
+    if part.ndim == 2 and hasattr(part, "columns"):
+        columns = range(part.shape[1])
+        return all(holds_exactly(joined.iloc[:, column], part.iloc[:, column]) for column in columns)
+    if part.dtype == joined.dtype:
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(part, torch.Tensor):
+        if part.is_floating_point() or part.is_complex() or part.is_meta:
+            return True
+        there = part.to(joined.dtype)
+        return bool(((there.real if there.is_complex() else there).to(part.dtype) == part).all())
+    if getattr(part.dtype, "kind", "") not in ("i", "u"):
+        return True
+    there = part.astype(joined.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy's, about numbers that came to lie outside
+        return bool((there.astype(part.dtype) == part).all())
+
+
 def _reduce_other_tensor(torch: Any, tensor: Any) -> Any:
     requires_grad = tensor.requires_grad and tensor.is_leaf
     if tensor.is_nested and tensor.layout is torch.strided:

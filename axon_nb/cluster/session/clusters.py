@@ -333,6 +333,8 @@ def restart(on_progress: Callable[[str], None] = lambda _: None) -> Cluster:
         session.prewarm.start()  # the next agent starts while the old one stops
     old.stop()
     session.drop(old)
+    if old.name in {entry.name for entry in running()}:  # two notebooks that start at once may take the same name
+        options["name"] = None
     return start(old.world_size, **options, on_progress=on_progress)
 
 

@@ -21,7 +21,7 @@ import pytest
 from tests.support.kernel import Kernel, Reply
 
 SITUATIONS = sorted((Path(__file__).parent / "situations").glob("*.toml"))
-LONG = {"compile", "huge_output", "init_spawn_torchrun", "live_plots", "subprocess_shell", "tqdm"}
+LONG = {"compile", "compiled_functions", "huge_output", "init_spawn_torchrun", "live_plots", "subprocess_shell", "tqdm"}
 """Situations that take more than 15 s on two cores."""
 
 

@@ -231,3 +231,21 @@ def test_folder_environment_and_path_are_taken_at_start(new_kernel: MakeKernel) 
         "%%distributed\nimport os, only_here\nprint(only_here.x, os.environ['LATE'], os.path.basename(os.getcwd()))"
     )
     assert reply.lines() == ["[ranks 0-1] 5 yes sub"]
+
+
+def test_restart_beside_a_cluster_of_the_same_name_takes_another(new_kernel: MakeKernel) -> None:
+    kernel, other = new_kernel(), new_kernel()
+    start(kernel)
+    start(other)
+    name = kernel.value("(c := __import__('axon_nb').cluster.current.get()).name")
+    # As if both had looked for a free name before either had one.
+    other.ok(
+        "from msgspec.structs import replace\nfrom axon_nb.records.protocol.agent import SetInfo\n"
+        "c = __import__('axon_nb').cluster.current.get()\n"
+        f"c.connection.agent.call(SetInfo(replace(c.state._facts, name={name!r})))"
+    )
+    kernel.ok("%distributed restart")
+    assert kernel.ok("%%distributed\n1").lines() == ["[ranks 0-1] 1"]
+    assert kernel.value("__import__('axon_nb').cluster.current.get().name") != name
+    other.ok("%distributed stop")
+    kernel.ok("%distributed stop")

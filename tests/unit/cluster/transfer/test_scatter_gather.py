@@ -70,3 +70,25 @@ def test_unsplittable_value_is_reported_with_fix() -> None:
         split_value([1, 2], 2, dim=1)
     with pytest.raises(UsageError, match=r"Cannot join parts of shapes .* along dimension 0"):
         join_values([np.ones((2, 2)), np.ones((2, 3))])
+
+
+LARGE = 2**53 + 1
+
+
+@pytest.mark.parametrize(
+    ("whole", "fraction", "exact"),
+    [
+        (torch.tensor([16_777_217]), torch.tensor([0.5]), torch.tensor([3])),
+        (np.array([LARGE]), np.array([0.5]), np.array([3])),
+        (np.array([2**64 - 1], dtype="u8"), np.array([-1]), np.array([3], dtype="u8")),
+        (pd.DataFrame({"a": [LARGE]}), pd.DataFrame({"a": [np.nan]}), pd.DataFrame({"a": [3]})),
+        (pd.Series([LARGE]), pd.Series([0.5]), pd.Series([3])),
+    ],
+)
+def test_whole_numbers_that_the_common_dtype_cannot_hold_are_not_joined(whole: Any, fraction: Any, exact: Any) -> None:
+    listed = join_values([whole, fraction])
+    assert listed[0] is whole
+    assert listed[1] is fraction
+    joined = join_values([exact, fraction])
+    assert type(joined) is type(exact)
+    assert len(joined) == 2
