@@ -90,12 +90,17 @@ class CellError(AxonError, RuntimeError):
     record: Mapping[str, Any] | None = None
     """What `to_dict` returns; None if no cell ran."""
 
-    def __init__(self, message: str, report: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, report: Sequence[str] = (), *, in_card: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self._report = list(report) or [message]
+        self._report, self._in_card = list(report) or [message], list(in_card)
+
+    def take_card(self) -> list[str]:
+        """Return the lines that a card of the failure says, too, and leave them out of the traceback from now on."""
+        lines, self._in_card = self._in_card, []
+        return lines
 
     def _render_traceback_(self) -> list[str]:
-        return self._report
+        return [*self._report, *self._in_card]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the failed cell as plain JSON values, which `axon_nb/records/cell_result.schema.json` describes."""

@@ -505,9 +505,11 @@ def _show_failure(error: CellError | CellInterrupt, request: _Request) -> None:
     from axon_nb.widgets.reports import failure_card
 
     options = request.options
-    card = failure_card(failure, code=request.code, cell=options["cell"], ranks=options["ranks"])
+    card = {"text/html": failure_card(failure, code=request.code, cell=options["cell"], ranks=options["ranks"])}
+    if isinstance(error, CellError) and (lines := error.take_card()):
+        card["text/plain"] = "\n".join(lines)
     # Without the time: two equal runs of a notebook save equal outputs.
-    display({"text/html": card, MIME_TYPE: {**error.to_dict(), "seconds": None}}, raw=True)
+    display({**card, MIME_TYPE: {**error.to_dict(), "seconds": None}}, raw=True)
 
 
 def _prompt(shell: Any) -> int:

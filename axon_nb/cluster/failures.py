@@ -157,7 +157,8 @@ def cell_error(
     kept = kept or Kept()
     if explanation:
         aborted = {error.rank for error in errors.values() if error.kind == "aborted"}
-        exception = CellError(explanation, [f"CellError: {explanation}", *_others(errors, aborted), *more(explanation)])
+        others = [*_others(errors, aborted), *more(explanation)]
+        exception = CellError(explanation, [f"CellError: {explanation}"], in_card=others)
         if errors:
             cause = root_cause(errors, first)
             exception.failure = Failure(cause, (cause.rank,), dict(errors), explanation, hint, kept)
@@ -169,14 +170,15 @@ def cell_error(
     if timeout_s is not None:
         message = f"timed out after {timeout_s:g} s (--timeout); {message}"
     report = [f"[{who}]", *cause.traceback] if cause.traceback else [f"CellError: {message}"]
-    report += _others(errors, set(alike))
+    others = _others(errors, set(alike))
     if timeout_s is not None:
-        report.append(f"The cell timed out after {timeout_s:g} s (--timeout).")
-    report += filter(None, (kept.text if cause.kind == "died" else "", hint))
+        report += [*others, f"The cell timed out after {timeout_s:g} s (--timeout)."]
+        others = []
+    others += filter(None, (kept.text if cause.kind == "died" else "", hint))
     if not any(line.startswith(MORE) for text in cause.traceback for line in text.splitlines()):
-        report += more("\n".join([hint, "" if cause.kind == "raised" else message]))
+        others += more("\n".join([hint, "" if cause.kind == "raised" else message]))
     kind = CellError if timeout_s is None else CellTimeoutError
-    failed = kind(message, report)
+    failed = kind(message, report, in_card=others)
     failed.failure = Failure(cause, tuple(alike), dict(errors), hint=hint, kept=kept)
     return failed
 

@@ -276,12 +276,13 @@ def _sparkline(metric: str, curve: Sequence[tuple[int, float]], limits: tuple[fl
         return ""
     low, high = limits
     first, width = finite[0][0], max(1, finite[-1][0] - finite[0][0])
+    out = next((step for step, value in curve if not low <= value <= high), None)
     points = " ".join(
         f"{1 + (step - first) / width * (_CURVE_WIDTH - 2):.1f},"
         f"{_CURVE_HEIGHT - 2 - (min(max(value, low), high) - low) / ((high - low) or 1.0) * (_CURVE_HEIGHT - 4):.1f}"
         for step, value in finite
+        if out is None or step <= out
     )
-    out = next((step for step, value in curve if not low <= value <= high), None)
     x = 0.0 if out is None else min(_CURVE_WIDTH - 5.0, max(4.0, 1 + (out - first) / width * (_CURVE_WIDTH - 2)))
     arrow = "" if out is None else f'<path d="M{x - 3:.1f} 5l3-5l3 5z" fill="{_ERROR}"/>'
     size, color = f'width="{_CURVE_WIDTH}" height="{_CURVE_HEIGHT}"', KINDS["forward"].both

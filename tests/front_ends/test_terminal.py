@@ -23,7 +23,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
     with Terminal(tmp_path_factory.mktemp("terminal")) as session:
         session.run("%load_ext axon_nb")
         started = session.run("%distributed start -n 2 --name here")
-        assert "here: running, 2 ranks, shm" in started
+        assert "here: running, 2 ranks, shared memory" in started
         yield session
 
 
@@ -55,7 +55,7 @@ def test_views_are_text(terminal: Terminal) -> None:
         "%memory model": r"\n  rank 1: .*estimate: ",
         "%watch": r"2 ranks, no cell is running(?s:.*)\n  rank 1: idle; ",
         "%timeline": r"\n  rank 1: ",
-        "%distributed status": r"\n +1 .* shm +idle ",
+        "%distributed status": r"\n +1 .* cpu +idle ",
         "%distributed vars": "model",
     }
     for magic, words in said_of.items():

@@ -184,9 +184,9 @@ def test_report_lists_styles_and_reasons(two: Any) -> None:
         assert lines[0].startswith("15 of 22 modules sharded over 2 ranks: ")
         assert any(line.startswith("block*.attention.query (2)  Linear") and "16x16 -> 8x16" in line for line in lines)
         (token,) = [line for line in lines if line.startswith("embedding.token")]
-        assert token.endswith("not known to 'auto'")
+        assert token.endswith("stays whole with 'auto'")
         assert page.startswith("<table><caption>15 of 22 modules sharded over 2 ranks")
-        assert "<td align='left'>block*.up (2)</td>" in page
+        assert "<td style='text-align:left'>block*.up (2)</td>" in page
         assert style == "column"
         assert here < sum(p.nbytes for p in gpt(torch.float32).parameters())
         assert "block*.attention.key (2) " in partly

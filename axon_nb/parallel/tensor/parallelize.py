@@ -129,7 +129,7 @@ def parallelize(
             raise UsageError(f"plan must be 'auto' or map patterns of module names to styles; got {plan!r}.")
         named, reasons = automatic_plan(model, num_ranks=group.size(), sequence=sequence, parallel_loss=parallel_loss)
         styles: dict[str, Style] = dict(named)
-        default_reason = "not known to 'auto'"
+        default_reason = "stays whole with 'auto'"
     else:
         styles, default_reason = _match_patterns(model, plan), "matches no pattern"
     _check_styles(model, styles, group.size())
@@ -313,7 +313,11 @@ class ParallelReport:
 
     def _repr_html_(self) -> str:
         def row(cells: tuple[str, ...], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag} align='left'>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+            return (
+                "<tr>"
+                + "".join(f"<{tag} style='text-align:left'>{html.escape(cell)}</{tag}>" for cell in cells)
+                + "</tr>"
+            )
 
         body = "".join(row(cells, "td") for cells in self._rows())
         return f"<table><caption>{html.escape(self._summary())}</caption>{row(_HEADER, 'th')}{body}</table>"

@@ -166,6 +166,7 @@ def test_dead_rank_is_reported(kernel: Kernel) -> None:
     assert reply.ename == "CellError"
     assert "rank 1 was killed by SIGKILL" in reply.traceback
     assert "`%distributed repair`" in reply.traceback
+    assert reply.beside_card == "CellError: rank 1 was killed by SIGKILL", "the card says the rest"
     later = kernel.run("%%distributed\n1")
     assert "Rank 1 was killed by SIGKILL" in later.traceback
     assert kernel.ok("%%distributed --ranks 0,2-3\n'alive'").lines() == ["[ranks 0,2-3] 'alive'"]

@@ -181,7 +181,7 @@ def test_idle_agent_or_controller_loss_is_reported_by_the_next_cell(new_kernel: 
     assert until(cluster.all_ended, timeout=LIMIT_S + KEEP_ALIVE_S)
     # The notebook may hear of it a little later.
     assert until(lambda: kernel.run("%distributed status").ename in ("NoClusterError", "ClusterLostError"))
-    assert "`%distributed start`" in kernel.run("%distributed status").traceback
+    assert "Run `%distributed start -n 2`" in kernel.run("%distributed status").traceback
     kernel.ok("%distributed start -n 2")
     assert kernel.ok("%%distributed\nworld_size").lines() == ["[ranks 0-1] 2"]
     assert until(lambda: not cluster.folder.exists(), timeout=LIMIT_S)

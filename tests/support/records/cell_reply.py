@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from axon_nb.cluster.cells.result import MIME_TYPE
 from tests.kernel.cells.labelled import merged
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -24,7 +25,9 @@ class Reply:
     ename: str = ""
     evalue: str = ""
     traceback: str = ""
-    """As shown, without colours."""
+    """As a front end shows it that has no HTML, without colours: with the text of the failure's card."""
+    beside_card: str = ""
+    """The traceback as it is below a card."""
     displays: list[dict[str, Any]] = field(default_factory=list)
     """Mime bundles in order; an update replaces what it updates."""
     arrivals: list[tuple[float, str, str]] = field(default_factory=list)
@@ -73,7 +76,9 @@ class Reply:
                 self.displays.append(content["data"])
         elif kind == "error":
             self.ename, self.evalue = content["ename"], content["evalue"]
-            self.traceback = _ANSI.sub("", "\n".join(content["traceback"]))
+            self.beside_card = _ANSI.sub("", "\n".join(content["traceback"]))
+            in_card = [data["text/plain"] for data in self.displays if MIME_TYPE in data and "text/plain" in data]
+            self.traceback = "\n".join([self.beside_card, *in_card[-1:]])
 
 
 def belongs(message: dict[str, Any], request: str) -> bool:

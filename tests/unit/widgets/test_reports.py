@@ -40,7 +40,9 @@ def test_curves_keep_the_scale_of_the_runs_that_stay_finite() -> None:
     curves, drawn_alone = (re.findall(r'<img alt="([^"]*)" src="([^"]*)"', text) for text in (page, alone))
     assert curves[:2] == drawn_alone
     assert curves[2][0] == "loss from 10 to nan"
-    assert b"<path" in base64.b64decode(curves[2][1].partition(",")[2])  # the arrow where it leaves
+    drawn = base64.b64decode(curves[2][1].partition(",")[2]).decode()
+    assert "<path" in drawn, "the arrow where it leaves"
+    assert len(re.findall(r"[\d.]+,[\d.]+", drawn.partition("points=")[2].partition("fill")[0])) == 2, "it ends there"
     assert ">diverged<" in page
     assert '✓ 0.1</th><td style="' in page
     assert '<b style="font-weight:600">finished, kept</b>' in page

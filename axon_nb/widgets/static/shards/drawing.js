@@ -138,8 +138,10 @@ function drawTile(tile, tensor, drawing, theme, show) {
     const hasSize = !tile.isTurned && (tile.label.length + size.length) * MAP_LETTER + 8 <= width;
     /** @type {Record<string, string | number>} */
     const place = tile.isTurned
-      ? { transform: `translate(${x + width / 2 - 4} ${y + 5}) rotate(90)`, "data-turned": "" }
-      : { x: x + 5, y: y + 12, fill: inkOn(theme.of(tokenOf(first.rank))) };
+      ? { transform: `translate(${x + width / 2 - 4} ${y + 5}) rotate(90)` }
+      : { x: x + 5, y: y + 12 };
+    if (tile.isTurned && drawing.boxes.length > 1) place["data-across"] = "";
+    else place.fill = inkOn(theme.of(tokenOf(first.rank)));
     const label = svgElement("text", { ...place, class: "axon-shards-tile-label" }, tile.label);
     if (hasSize) label.append(svgElement("tspan", { "fill-opacity": 0.8 }, size));
     group.append(label);

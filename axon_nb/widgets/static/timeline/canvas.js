@@ -132,19 +132,18 @@ export class RowCanvas {
         context.clearRect(Math.round(left), top, Math.max(1, ratio / 2), height);
     }
     if (height < MIN_LABELLED.height * ratio) return;
-    const rooms = labelRooms(boxes, runs, MIN_LABELLED.width * ratio);
-    for (const { index, left, right } of rooms) {
+    const named = labelRooms(boxes, runs, MIN_LABELLED.width * ratio).filter(({ index, left, right }) => {
       const [code, name] = this.store.labels[this.store.columns.label[index]];
       const { kind, token } = paints[code];
       const words = kind === "wait" ? [] : wordsFor(kind, name, this.store.columns.microbatch[index]);
-      words.some((text) => painter.write(text, left, top, right - left, height, token));
-    }
+      return words.some((text) => painter.write(text, left, top, right - left, height, token));
+    });
     if (lane) return;
     for (const { kind, left, right } of runs) {
       const [{ form, token }, width] = [paints[kind], right - left];
       if (width < MIN_WAIT_LABELLED * ratio) continue;
       if (form === "wait") painter.write("waits", left, top, width, height - 2 * ratio);
-      else if (paints[kind].kind === "other" && !rooms.some((room) => room.left < right && room.right > left))
+      else if (paints[kind].kind === "other" && !named.some((room) => room.left < right && room.right > left))
         painter.write("own code", left, top, width, height, token);
     }
   }
