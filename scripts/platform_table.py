@@ -27,7 +27,7 @@ def paths(outcomes: Sequence[dict[str, Any]]) -> list[list[str]]:
         rows.append([f"{name}: tried", *(_ran(item, key) for item in outcomes)])
         rows.append([f"{name}: the platform's", *(item["own"].get(key, "not public") for item in outcomes)])
     rows += [[name, *(_ran(item, name) for item in outcomes)] for name in ("ipython", "ipykernel")]
-    rows.append(["class of the kernel", *(item["kernel"] for item in outcomes)])
+    rows.append(["class of the kernel", *(item.get("kernel", "ipykernel's") for item in outcomes)])
     rows.append(["date", *(item["date"] for item in outcomes)])
     names = dict.fromkeys(path for item in outcomes for path in item["paths"])
     return rows + [[path, *(_cell(item["paths"].get(path)) for item in outcomes)] for path in names]

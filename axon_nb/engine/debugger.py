@@ -36,7 +36,7 @@ from IPython.core.debugger import Pdb
 from IPython.display import display
 
 from axon_nb.comm.shared_memory.segment.progress import hold_timeouts
-from axon_nb.engine.frames import public_call
+from axon_nb.engine.frames import is_cell, public_call
 from axon_nb.engine.session import RankSession, current
 from axon_nb.records.environment import PYTHON_BREAKPOINT
 from axon_nb.records.protocol.cells import CellFacts, Pauses
@@ -494,7 +494,7 @@ def _caller(frame: FrameType) -> FrameType:
 
 def _is_statement(frame: FrameType) -> bool:
     """Whether this is the frame in which IPython runs a statement of the cell."""
-    return frame.f_back is not None and frame.f_back.f_code is RUN_CODE and frame.f_code.co_name == "<module>"
+    return frame.f_back is not None and frame.f_back.f_code is RUN_CODE and is_cell(frame.f_code)
 
 
 def _is_in_cell(frame: FrameType | None) -> bool:

@@ -139,6 +139,11 @@ def step_depth(frame: FrameType | None) -> int:
     return depth
 
 
+def is_cell(code: CodeType) -> bool:
+    """Whether this is code of a cell, or of a file, outside of functions: IPython 7.34 names a cell by its line."""
+    return code.co_name == "<module>" or code.co_name.startswith("<cell line: ")
+
+
 def is_public_call(code: CodeType) -> bool:
     """Whether `code` is a communication function that users know by name."""
     if code.co_name in _HOROVOD_CALLS and _HOROVOD in code.co_filename:

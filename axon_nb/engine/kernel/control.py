@@ -32,7 +32,7 @@ import torch
 from IPython.core.completer import IPCompleter
 
 from axon_nb.engine.debugger import Breakpoints
-from axon_nb.engine.frames import code_by_thread, gc_paused, main_frame
+from axon_nb.engine.frames import code_by_thread, gc_paused, is_cell, main_frame
 from axon_nb.engine.groups.recovery import abort
 from axon_nb.engine.inspection.telemetry import Sampler, Telemetry, TrainingJob, awaited_peers, group_waits, with_cost
 from axon_nb.engine.kernel.cells import CellLog
@@ -151,7 +151,7 @@ def _fold(points: list[Point]) -> list[StackFrame]:
 def _user_entry(session: RankSession, code: Any, line: int) -> StackFrame:
     name_parts = getattr(session.kernel.shell.compile, "format_code_name", lambda name: None)(code.co_filename)
     file = " ".join(name_parts) if name_parts else code.co_filename
-    function = "" if code.co_name in ("<module>", "<cell line: 1>") else f", in {code.co_name}"
+    function = "" if is_cell(code) else f", in {code.co_name}"
     source = linecache.getline(code.co_filename, line).strip()
     return StackFrame(f"{file[-_MAX_WIDTH:]}, line {line}{function[:_MAX_WIDTH]}", source[:_MAX_WIDTH])
 

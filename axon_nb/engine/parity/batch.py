@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from axon_nb.comm.placements import placed
+from axon_nb.engine.frames import is_cell
 from axon_nb.errors import UsageError
 from axon_nb.records.training.digests import Place
 
@@ -274,7 +275,7 @@ class Cuts(TorchFunctionMode):
         for _ in range(1 + own):
             frame = frame.f_back if frame is not None else None
         while frame is not None:
-            if frame.f_globals is self._namespace and frame.f_code.co_name == "<module>":
+            if frame.f_globals is self._namespace and is_cell(frame.f_code):
                 return frame.f_lineno
             file = frame.f_code.co_filename
             if file.startswith(_INSIDE) or (file.startswith(_AXON) and not file.startswith(_WRAPPERS)):
