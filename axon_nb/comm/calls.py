@@ -283,6 +283,7 @@ def before_calls(
     """
     if not hook("comm.group_hooks").is_used or missing_hooks("comm.group_hooks"):
         return None
+
     def before(call: Any) -> None:
         if operation := _operation(call.name):
             see(operation, _tensors(operation, call), call.root)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from axon_nb.comm.calls import before_calls
 from axon_nb.engine.groups.size_check import SizeTable, open_size_table
@@ -30,7 +31,7 @@ class CallChecks:
         state: What the groups share.
     """
 
-    def __init__(self, root: dist.Store, state: GroupsState) -> None:
+    def __init__(self, root: Store, state: GroupsState) -> None:
         self._root = root
         self._state = state
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Checked] = weakref.WeakKeyDictionary()
