@@ -80,7 +80,7 @@ class CellHandler(Protocol):
 class DirectSocket:
     """A router socket on an IO loop, and of use on its thread alone.
 
-    It is no ZMQStream, whose bookkeeping takes more time than a small message.
+    Not a ZMQStream: its bookkeeping takes more time than a small message.
     """
 
     def __init__(self, router: Any, io_loop: Any, dispatch: Callable[[list[Any]], None]) -> None:
