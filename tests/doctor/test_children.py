@@ -50,7 +50,7 @@ def test_torch_that_nobody_tested_is_named_with_what_to_pin(version: str, severi
     build = Answer({"torch": version, "cuda": None, "hip": None, "nccl": None, "backends": ["gloo"]})
     (finding,) = [one for one in software(build).findings if one.label == "torch"]
     assert finding.severity == severity
-    assert ('`pip install "torch>=2.11,<2.16"`' in finding.fix) is (severity == "note")
+    assert ('`pip install "torch>=2.8,<2.16"`' in finding.fix) is (severity == "note")
 
 
 FAILURES = {
