@@ -117,7 +117,7 @@ def test_unknown_group_raises() -> None:
     [
         ("torch", 'Run `pip install "torch>=2.8,<2.16"`.'),
         ("accelerate", 'Run `pip install "accelerate==1.15.*"`.'),
-        ("Python", "Use Python 3.13."),
+        ("Python", "Use Python 3.14."),
     ],
 )
 def test_fix_names_a_tested_version(package: str, fix: str) -> None:
