@@ -44,15 +44,18 @@ SURPRISES = {
     "torch.distributed.checkpoint.format_utils": "prepare_conversion",
     "torch.distributed.checkpoint.hf_storage": "prepare_safetensors",
     "torch.distributed.checkpoint.state_dict": "prepare_state_dicts",
+    "torch.distributed.fsdp._fully_shard._fsdp_param": "prepare_fully_shard",
+    "torch.distributed.fsdp._fully_shard._fsdp_state": "prepare_casts",
     "torch.distributed.nn.functional": "prepare_functional",
     "torch.distributed.pipelining.schedules": "prepare_schedules",
     "torch.distributed.tensor": "watch_dtensors",
+    "torch.distributed.tensor.parallel": "prepare_parallelize",
     "torch.utils.cpp_extension": "prepare_extensions",
     "torch.utils.tensorboard.writer": "prepare_tensorboard",
     "torchdata.stateful_dataloader.sampler": "prepare_sampler",
     "torchmetrics.aggregation": "prepare_sum_metric",
 }
-"""By module: the function of `axon_nb.compat.surprises` that prepares it after its import."""
+"""By module: the function of `axon_nb.compat.surprises` or `sharded_tensors` that prepares it after its import."""
 Hook = Callable[[ModuleType], None]
 """Called with the imported module, and again when it is reloaded."""
 

@@ -1,14 +1,13 @@
 """What libraries do on valid input and nobody expects: the right result where that is free, else one sentence.
 
-Nothing here runs, or is imported, before one of the modules in `SURPRISES` is: then its function here wraps what meets
-the surprise, and nothing else. A sentence appears once in each cell.
+Nothing here runs, or is imported, before one of the modules in `SURPRISES` is: then its function here, or in
+`sharded_tensors`, wraps what meets the surprise, and nothing else. A sentence appears once in each cell.
 
 Scripts that show each of them without axon_nb are in the folder ``findings`` of the project's sources.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import inspect
@@ -19,7 +18,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,201 +27,19 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from axon_nb.compat import sharded_tensors
 from axon_nb.compat.environment import SURPRISES
+from axon_nb.compat.hints import after, before, tell
 from axon_nb.records.hooks import missing_hooks
 
-where: Callable[[], tuple[object, str]] | None = None
-"""Returns the number of the cell that runs, None outside, and the line, such as `` at line 3``."""
 _FIRST_STATE: Mapping[str, float] = {"step": 0.0, "mu_product": 1.0, "exp_inf": 0.0}
 """States that a step without gradients changes, and their values before the first step."""
-_MEAN = 1
-"""torch's number of the reduction "mean"."""
-_SUM = 2
-_shown: set[tuple[object, str]] = set()
-shard_draw = ""
-"""Digest of the generator's state after the last draw into a shard on a CPU; empty: there was none."""
-
-
-def tell(sentence: str) -> None:
-    """Print a sentence once in each cell; `{place}` in it becomes the line.
-
-    Args:
-        sentence: What happens, then the fix.
-    """
-    cell, place = where() if where is not None else (None, "")
-    if (cell, sentence) not in _shown and cell is not None:
-        _shown.add((cell, sentence))
-        print(f"axon_nb: {sentence.replace('{place}', place)}", file=sys.stderr, flush=True)
 
 
 def prepare(module: ModuleType) -> None:
     """Prepare a module that was just imported, by the function that `SURPRISES` names for it."""
-    globals()[SURPRISES[module.__name__]](module)
-
-
-def _before(owner: Any, name: str, look: Callable[..., None]) -> None:
-    """Call `look` with the arguments of each call of `owner.name`, before the call."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.suppress(Exception):  # a hint must never fail a call
-            look(*args, **kwargs)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, call)
-
-
-def _after(owner: Any, name: str, look: Callable[..., None]) -> None:
-    """Call `look` with the result and the arguments of each call of `owner.name`, after the call."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        with contextlib.suppress(Exception):
-            look(result, *args)
-        return result
-
-    setattr(owner, name, call)
-
-
-# ---- torch.distributed.tensor
-
-
-def watch_dtensors(module: ModuleType) -> None:
-    """Look at what operations on distributed tensors return."""
-    if missing_hooks("surprises.dtensor"):
-        return
-    aten: Any = torch.ops.aten
-    for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"):
-        _handle(module, getattr(aten, f"{name}_backward").default, functools.partial(_check_mean, name))
-    _handle(module, aten._local_scalar_dense.default, _check_scalar)
-    for operator in (aten.uniform_.default, aten.normal_.default):
-        _handle(module, operator, _note_draw)
-    for operator in (aten.zero_.default, aten.fill_.Scalar, aten.copy_.default, aten.mul_.Tensor, aten.add_.Tensor):
-        _handle(module, operator, _check_write)
-    for operator in (aten.sum.default, aten.sum.dim_IntList, aten._to_copy.default):
-        _handle(module, operator, _check_pending)
-    for operator in (aten.amax.default, aten.amin.default, aten.linalg_vector_norm.default):
-        _handle(module, operator, _check_extreme)
-    _after(torch, "load", functools.partial(_check_loaded, module.DTensor))
-    _after(torch.optim.Muon, "__init__", _check_muon)
-
-
-def _handle(module: ModuleType, operator: Any, look: Callable[..., None]) -> None:
-    """After each call of `operator` with distributed tensors, call `look` with its result, it, and its arguments."""
-    dispatcher = module.DTensor._op_dispatcher
-
-    def handler(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        handlers = dispatcher._custom_op_handlers
-        del handlers[operator]  # so that torch goes its own way
-        try:
-            result = call(*args, **kwargs)
-            with contextlib.suppress(Exception):
-                look(result, call, args)
-        finally:
-            handlers[operator] = handler
-        return result
-
-    dispatcher._custom_op_handlers[operator] = handler
-
-
-def _check_mean(name: str, result: Any, operator: Any, args: tuple[Any, ...]) -> None:
-    """Compare the gradient of a mean over sharded rows with that of the sum, divided by the number of all elements."""
-    values = list(args)
-    at = next(number for number, value in enumerate(values) if type(value) is int)
-    local, count = result.to_local(), result.numel()
-    if values[at] != _MEAN or not local.numel() or local.numel() == count:
-        return
-    values[at] = _SUM
-    own = [value.to_local() if hasattr(value, "to_local") else value for value in values]
-    if not torch.allclose(operator(*own) / count, local, equal_nan=True):
-        tell(
-            f"the gradient of {name} of sharded tensors{{place}} is {count / local.numel():.3g} times too large: torch "
-            "divides by the elements of this rank's shard. Write the formula, such as `(a - b).square().mean()`."
-        )
-
-
-def _check_scalar(result: Any, operator: Any, args: tuple[Any, ...]) -> None:
-    mesh, placements = args[0].device_mesh, args[0].placements
-    if any(placement.is_partial() and mesh.size(dim) > 1 for dim, placement in enumerate(placements)):
-        tell(
-            "a number taken from a sharded tensor{place}, by item(), float() or bool(), is this rank's part only: use "
-            "`.full_tensor().item()` on all ranks."
-        )
-
-
-def _check_write(result: Any, operator: Any, args: tuple[Any, ...]) -> None:
-    view, base = args[0], args[0]._base
-    if (
-        base is not None
-        and view.to_local().untyped_storage().data_ptr() != base.to_local().untyped_storage().data_ptr()
-    ):
-        tell(
-            "a write to rows of a sharded tensor{place} is lost, as they are a gathered copy: write to the rows of "
-            "`to_local()` that this rank has, or to `full_tensor()` and distribute it again."
-        )
-
-
-def _check_pending(result: Any, operator: Any, args: tuple[Any, ...]) -> None:
-    """Look for what is summed, though torch has yet to combine it otherwise."""
-    tensor, is_sum = args[0], operator is not torch.ops.aten._to_copy.default
-    pending = [
-        one for dim, one in enumerate(tensor.placements) if one.is_partial() and tensor.device_mesh.size(dim) > 1
-    ]
-    if is_sum and any(type(one).__name__ == "_NormPartial" for one in pending):
-        tell(
-            "the sum of norms of a sharded tensor{place} is one norm of the ranks' sums, which is less: call "
-            "`full_tensor()` on the norms first."
-        )
-    if tensor.dtype is torch.bool and any(one.is_partial("sum") for one in pending):
-        tell("any() of a sharded tensor{place}, taken as a number, counts each rank: use `.int().amax()` instead.")
-
-
-def _check_extreme(result: Any, operator: Any, args: tuple[Any, ...]) -> None:
-    """Look for extremes that get a gradient: torch divides it by how many equal them, and counts this rank's alone."""
-    name = operator.name().partition("::")[2]
-    if name == "linalg_vector_norm":
-        if len(args) < 2 or not math.isinf(args[1]):
-            return
-        name = "a norm of order inf"
-    if args[0].requires_grad and torch.is_grad_enabled() and any(one.is_partial() for one in result.placements):
-        tell(
-            f"the gradient of {name} of a sharded tensor{{place}} is NaN or infinite, as torch counts equal values in "
-            "this rank's part alone: use `max()` or `min()` of the whole tensor."
-        )
-
-
-def _note_draw(result: Any, operator: Any, args: tuple[Any, ...]) -> None:
-    global shard_draw
-    _check_write(result, operator, args)
-    tensor = args[0]
-    if tensor.device.type == "cpu" and any(placement.is_shard() for placement in tensor.placements):
-        state = torch.get_rng_state().numpy().tobytes() + repr(tuple(tensor.shape)).encode()
-        shard_draw = hashlib.blake2b(state, digest_size=8).hexdigest()
-
-
-def _check_loaded(kind: type, loaded: Any, *_: Any) -> None:
-    if any(isinstance(value, kind) and _is_of_other_rank(value) for value in tree_leaves(loaded)):
-        tell(
-            "torch.load{place} returned the shard of another rank, so the whole tensor repeats rows: save sharded "
-            "tensors with torch.distributed.checkpoint, or one file for each rank."
-        )
-
-
-def _is_of_other_rank(tensor: Any) -> bool:
-    saver = getattr(tensor.device_mesh, "_rank", None)
-    return saver not in (None, dist.get_rank()) and any(placement.is_shard() for placement in tensor.placements)
-
-
-def _check_muon(_: None, optimizer: Any, *args: Any) -> None:
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if any(one.is_shard() for parameter in parameters for one in getattr(parameter, "placements", ())):
-        tell(
-            "torch.optim.Muon{place} works on sharded matrices in bfloat16, in parts: its updates may differ by some "
-            "percent from those of whole matrices. Use axon_nb.parallel.Muon."
-        )
+    name = SURPRISES[module.__name__]
+    (vars(sharded_tensors).get(name) or globals()[name])(module)
 
 
 # ---- torch.distributed.checkpoint
@@ -231,7 +48,7 @@ def _check_muon(_: None, optimizer: Any, *args: Any) -> None:
 def prepare_state_dicts(module: ModuleType) -> None:
     """Take back torch's own step of an optimizer without state, and compare parameter groups."""
     for name in ("set_optimizer_state_dict", "set_state_dict"):
-        _before(module, name, _check_groups)
+        before(module, name, _check_groups)
     if missing_hooks("surprises.state_dict"):
         return
     original = module._init_optim_state
@@ -275,7 +92,7 @@ def prepare_loads(module: ModuleType) -> None:
                     "load it into a tensor of the type that was saved."
                 )
 
-    _before(module, "create_default_local_load_plan", look)
+    before(module, "create_default_local_load_plan", look)
 
 
 def prepare_conversion(module: ModuleType) -> None:
@@ -291,7 +108,7 @@ def prepare_conversion(module: ModuleType) -> None:
                 'then finds no state: convert back with `{int(key): value for key, value in saved["state"].items()}`.'
             )
 
-    _before(module, "dcp_to_torch_save", look)
+    before(module, "dcp_to_torch_save", look)
 
 
 def prepare_safetensors(module: ModuleType) -> None:
@@ -305,7 +122,7 @@ def prepare_safetensors(module: ModuleType) -> None:
                 "pass save_distributed=True and enable_consolidation=True."
             )
 
-    _before(module.HuggingFaceStorageWriter, "__init__", look)
+    before(module.HuggingFaceStorageWriter, "__init__", look)
 
 
 # ---- torch: pipelines, compiler, extensions, TensorBoard
@@ -314,7 +131,7 @@ def prepare_safetensors(module: ModuleType) -> None:
 def prepare_schedules(module: ModuleType) -> None:
     """Look at the batch and the stages of each step."""
     for kind in (module.PipelineScheduleSingle, module.PipelineScheduleMulti):
-        _before(kind, "step", _check_step)
+        before(kind, "step", _check_step)
 
 
 def _check_step(schedule: Any, *args: Any, **kwargs: Any) -> None:
@@ -379,7 +196,7 @@ def prepare_functional(module: ModuleType) -> None:
                 "with all_gather of torch.distributed.nn.functional, and reduce the stack."
             )
 
-    _before(module, "all_reduce", look)
+    before(module, "all_reduce", look)
 
 
 def prepare_compiler(module: ModuleType) -> None:
@@ -394,7 +211,7 @@ def prepare_compiler(module: ModuleType) -> None:
                 "of torch.nn there: use DDP(torch.compile(model))."
             )
 
-    _before(module.OptimizedModule, "__init__", look)
+    before(module.OptimizedModule, "__init__", look)
 
 
 def prepare_extensions(module: ModuleType) -> None:
@@ -417,7 +234,7 @@ def prepare_extensions(module: ModuleType) -> None:
 
 def prepare_tensorboard(module: ModuleType) -> None:
     """Look for files of several processes."""
-    _after(module.SummaryWriter, "__init__", _check_folder)
+    after(module.SummaryWriter, "__init__", _check_folder)
 
 
 def _check_folder(_: None, writer: Any, *args: Any) -> None:
@@ -460,7 +277,7 @@ def prepare_gather_object(module: ModuleType) -> None:
             lost = "keys, without values" if isinstance(value, dict) else "letters"
             tell(f"gather_object{{place}} returns the {lost}: pass a list with the {type(value).__name__} in it.")
 
-    _before(module, "gather_object", look)
+    before(module, "gather_object", look)
 
 
 def prepare_split(module: ModuleType) -> None:
@@ -475,7 +292,7 @@ def prepare_split(module: ModuleType) -> None:
                 "sources only: pass probabilities to interleave_datasets, or use as many shards as ranks."
             )
 
-    _before(module, "split_dataset_by_node", look)
+    before(module, "split_dataset_by_node", look)
 
 
 def prepare_parquet(module: ModuleType) -> None:
@@ -487,7 +304,7 @@ def prepare_parquet(module: ModuleType) -> None:
             names = ", ".join(sorted(lost))
             tell(f"reading Parquet files{{place}} drops columns that the first file lacks: {names}.")
 
-    _after(module.ParquetDataset, "__init__", look)
+    after(module.ParquetDataset, "__init__", look)
 
 
 def prepare_sum_metric(module: ModuleType) -> None:
@@ -501,7 +318,7 @@ def prepare_sum_metric(module: ModuleType) -> None:
                 "`SumMetric().set_dtype(torch.float64)`."
             )
 
-    _after(module.SumMetric, "update", look)
+    after(module.SumMetric, "update", look)
 
 
 def prepare_series(module: ModuleType) -> None:
@@ -511,15 +328,15 @@ def prepare_series(module: ModuleType) -> None:
         if isinstance(other, torch.Tensor) and other.ndim:
             tell("a pandas Series never equals a tensor{place}, whatever they hold: compare with `tensor.numpy()`.")
 
-    _before(module.Series, "__eq__", look)
-    _before(module.Series, "__ne__", look)
+    before(module.Series, "__eq__", look)
+    before(module.Series, "__ne__", look)
 
     def look_at_mask(_: Any, key: Any) -> None:
         if isinstance(key, torch.Tensor) and key.dtype is torch.bool:
             tell("iloc{place} takes a mask that is a tensor as positions 0 and 1: use `mask.numpy()`.")
 
     parts = vars(sys.modules["pandas.core.indexing"])
-    _before(next(parts[name] for name in parts if name.endswith("iLocIndexer")), "__getitem__", look_at_mask)
+    before(next(parts[name] for name in parts if name.endswith("iLocIndexer")), "__getitem__", look_at_mask)
     show = warnings.showwarning
 
     def showwarning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
@@ -543,7 +360,7 @@ def prepare_fabric(module: ModuleType) -> None:
         if str(reduce_op).lower() in ("mean", "avg") and any(_is_integer(value) for value in tree_leaves(data)):
             tell("Fabric.all_reduce{place} cuts the mean of integers to an integer: pass floats.")
 
-    _before(module.Fabric, "all_reduce", look)
+    before(module.Fabric, "all_reduce", look)
 
 
 def _is_integer(value: Any) -> bool:
@@ -560,7 +377,7 @@ def prepare_sampler(module: ModuleType) -> None:
                 "set_epoch() with the epoch that was saved, before the first batch."
             )
 
-    _before(module.StatefulDistributedSampler, "load_state_dict", look)
+    before(module.StatefulDistributedSampler, "load_state_dict", look)
 
 
 def prepare_tensordict(module: ModuleType) -> None:
@@ -571,7 +388,7 @@ def prepare_tensordict(module: ModuleType) -> None:
             tell(f"recv and all_reduce of a TensorDict{{place}} leave text as it was here, such as {texts[0]!r}.")
 
     for name in ("recv", "irecv", "all_reduce"):
-        _before(module.TensorDictBase, name, look)
+        before(module.TensorDictBase, name, look)
 
 
 def prepare_lazy_stacks(module: ModuleType) -> None:
@@ -583,4 +400,4 @@ def prepare_lazy_stacks(module: ModuleType) -> None:
             names = ", ".join(sorted(map(str, missing)))
             tell(f"contiguous(){{place}} drops what only some of the stacked TensorDicts have: {names}.")
 
-    _before(module.LazyStackedTensorDict, "contiguous", look)
+    before(module.LazyStackedTensorDict, "contiguous", look)

@@ -269,10 +269,17 @@ def install_frameworks(session: RankSession) -> None:
 
 def _surprises() -> Any:
     from axon_nb.compat import surprises  # only ranks that may meet one need it
+
+    _hints()
+    return surprises
+
+
+def _hints() -> Any:
+    from axon_nb.compat import hints
     from axon_nb.engine.frames import cell_line
 
-    surprises.where = lambda: (current().cell, cell_line())
-    return surprises
+    hints.where = lambda: (current().cell, cell_line())
+    return hints
 
 
 def _compare_inputs(tensor_parallel: ModuleType) -> None:
@@ -340,7 +347,7 @@ def _ask_of_member(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def ask(group: Any, *args: Any, **kwargs: Any) -> Any:
         if group == dist.GroupMember.NON_GROUP_MEMBER:
-            _surprises().tell(
+            _hints().tell(
                 f"{original.__name__}{{place}} was asked of a group without this rank, and torch answers for the last "
                 "group of others that was created: keep the list of ranks that you passed to new_group."
             )

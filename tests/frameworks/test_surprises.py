@@ -13,10 +13,10 @@ SETUP = """%%distributed
 import copy, os, tempfile, warnings
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 warnings.simplefilter("ignore")
@@ -56,6 +56,22 @@ for _ in range(9):
     dist.all_reduce(t)
 t.tolist()""",
         "[True, True]",
+    ),
+    "convolution of a split image": (
+        """\
+image, kernel = torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3, requires_grad=True)
+for tensor in (image, kernel.data):
+    dist.broadcast(tensor, 0)
+F.conv2d(image, kernel, padding=1).square().sum().backward()
+same = []
+for dim in (2, 3):
+    weight = distribute_tensor(kernel.detach(), mesh, [Replicate()]).requires_grad_()
+    result = F.conv2d(distribute_tensor(image, mesh, [Shard(dim)]), weight, padding=1)
+    result.square().sum().backward()
+    same += [torch.allclose(result.full_tensor(), F.conv2d(image, kernel, padding=1), atol=1e-5)]
+    same += [torch.allclose(weight.grad.full_tensor(), kernel.grad, atol=1e-3)]
+same""",
+        "[True, True, True, True]",
     ),
     "another memory layout": (
         """\
@@ -331,6 +347,53 @@ with torch.no_grad():
 layer(torch.tensor([1])).sum().backward()
 torch.optim.AdamW(layer.parameters(), foreach=False).step()
 assert layer.weight.full_tensor()[:, 0].abs().max() > 0""",
+    ),
+    "tied weights": (
+        """\
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+def split(plan):
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    return parallelize_module(model, mesh, plan)
+model = split({"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel()})""",
+        "0.weight and 1.weight were one parameter, and are a parameter each after parallelize_module at line 7",
+        """\
+model[1].weight = model[0].weight
+assert len(list(model.parameters())) == 3
+split({"2": ColwiseParallel()})""",
+    ),
+    "writes after an evaluation": (
+        """\
+layer = fully_shard(nn.Linear(2, 2), mesh=mesh)
+with torch.no_grad():
+    layer(torch.ones(1, 2))
+    layer.weight.fill_(2)
+layer(torch.ones(1, 2)).sum().backward()""",
+        "weights under fully_shard that were written in place since their last forward have their old values again",
+        """\
+with torch.no_grad():
+    layer(torch.ones(1, 2))
+    layer.reshard()
+    layer.weight.fill_(2)
+layer(torch.ones(1, 2)).sum().backward()
+assert bool((layer.weight.full_tensor() == 2).all())""",
+    ),
+    "rounded time steps": (
+        """\
+class Denoiser(nn.Linear):
+    def forward(self, image, step):
+        return super().forward(image)
+half = torch.bfloat16
+def run_model(step, **options):
+    model = fully_shard(Denoiser(1, 1), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=half, **options))
+    model(torch.ones(1, 1, dtype=half), step)
+run_model(torch.tensor([999.0]))""",
+        "rounds whole numbers among a module's arguments to torch.bfloat16, as 999 to 1000",
+        """\
+run_model(torch.tensor([999]))
+run_model(torch.tensor([999.0]), cast_forward_inputs=False)
+run_model(torch.tensor([128.0]))
+run_model(torch.tensor([0.3]))""",
     ),
     "sum of norms": (
         "rows.norm(dim=0).sum()",

@@ -52,7 +52,7 @@ _NAMES = frozenset({"MemoryError", "OutOfMemoryError"})
 _WORD = re.compile(r"\w+")
 _TEXT = re.compile(r"can't allocate memory|not enough memory")
 """In a RuntimeError of torch's allocator for CPUs."""
-_SURPRISES = "axon_nb.compat.surprises"
+_SHARDED = "axon_nb.compat.sharded_tensors"
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 _FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
 _MAX_MODULES = 5000
@@ -308,8 +308,8 @@ class RandomDraws:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before = self._state()
-        if (surprises := sys.modules.get(_SURPRISES)) is not None:
-            vars(surprises)["shard_draw"] = ""
+        if (sharded := sys.modules.get(_SHARDED)) is not None:
+            vars(sharded)["shard_draw"] = ""
 
     def report(self, shell: Any, code: str, *, communicated: bool) -> protocol.Draws | None:
         """Report at the end of the cell; None if nothing was drawn, or no model here is sharded or replicated.
@@ -319,7 +319,7 @@ class RandomDraws:
             code: The cell; what it names is named first.
             communicated: Whether the cell communicated; its models may be replicas only then.
         """
-        digest = getattr(sys.modules.get(_SURPRISES), "shard_draw", "")
+        digest = getattr(sys.modules.get(_SHARDED), "shard_draw", "")
         if digest:
             return protocol.Draws((digest, digest), "", "", into_shards=True)
         try:
