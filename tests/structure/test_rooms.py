@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import pytest
 
-pytest.importorskip("grimp")
 
-from scripts import rooms
+@pytest.fixture
+def rooms() -> Any:
+    """The script, which needs grimp."""
+    pytest.importorskip("grimp")
+    return importlib.import_module("scripts.rooms")
 
 
-def test_arrows_that_a_longer_path_implies_are_left_out() -> None:
+def test_arrows_that_a_longer_path_implies_are_left_out(rooms: Any) -> None:
     found = {"magics": {"cluster", "engine", "errors"}, "cluster": {"engine"}, "engine": {"errors"}, "errors": set()}
     assert rooms.reduced(found) == {
         "magics": {"cluster"},
@@ -19,5 +25,5 @@ def test_arrows_that_a_longer_path_implies_are_left_out() -> None:
     }
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_the_page_is_up_to_date(rooms: Any) -> None:
     assert rooms.TARGET.read_text(encoding="utf-8") == rooms.render()
