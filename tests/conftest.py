@@ -59,7 +59,7 @@ GROUPS = {
         *(f"tests/kernel/session/test_{name}.py" for name in ("security", "settings")),
     ),
     "script": ("tests/cluster/test_",),
-    "structure": ("tests/structure/pages/", "tests/structure/test_"),
+    "structure": ("tests/structure/test_",),
 }
 """Tests that share a server, a kernel, a script or syntax trees, by the beginning of their paths."""
 

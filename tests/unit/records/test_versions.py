@@ -18,7 +18,7 @@ from axon_nb.records import hooks
 from axon_nb.records.hooks import TESTED, Hook, are_tested, install_command, missing_hooks
 from axon_nb.torch_api import Torch210, Torch211, Torch212, Torch213, Torch214, TorchApi, adapter_for, torch_api
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Thing:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.unit.widgets.test_timeline import filled, late, span
 
 from axon_nb.cluster.inspection.spans import SpanStore
 from axon_nb.records.spans import Span
@@ -16,6 +15,7 @@ from axon_nb.records.training.steps import play
 from axon_nb.widgets.timeline.content import page_facts, pipeline_steps, summarize
 from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.timeline.view import TimelineView
+from tests.unit.widgets.test_timeline import filled, late, span
 
 STEP_NS = 1_000_000_000
 

@@ -1,12 +1,14 @@
-"""What each side may load: the notebook no torch, a rank no widgets, the host agent and the records nothing at all."""
+"""What may import what, and what an import loads."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,3 +91,24 @@ def test_package_imports_only_the_standard_library(package: str, root: Path) -> 
             assert of_ours or first in sys.stdlib_module_names | {"msgspec", "packaging", "pynvml", "ray"}, (
                 f"{path.relative_to(root)} imports {name}"
             )
+
+
+@pytest.fixture
+def rooms() -> Any:
+    """The script, which needs grimp."""
+    pytest.importorskip("grimp")
+    return importlib.import_module("scripts.rooms")
+
+
+def test_arrows_that_a_longer_path_implies_are_left_out(rooms: Any) -> None:
+    found = {"magics": {"cluster", "engine", "errors"}, "cluster": {"engine"}, "engine": {"errors"}, "errors": set()}
+    assert rooms.reduced(found) == {
+        "magics": {"cluster"},
+        "cluster": {"engine"},
+        "engine": {"errors"},
+        "errors": set(),
+    }
+
+
+def test_the_page_is_up_to_date(rooms: Any) -> None:
+    assert rooms.TARGET.read_text(encoding="utf-8") == rooms.render()
