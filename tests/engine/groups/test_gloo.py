@@ -1,17 +1,26 @@
-"""The table of sizes under load: equal sizes are never reported as different."""
+"""What is done for groups of Gloo: sizes are checked, sums name the missing part, connections have their time."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import HashStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from axon_nb.engine.groups import gloo
+from axon_nb.engine.groups.gloo import GlooTransport, ReduceScatterWork
+from axon_nb.engine.groups.recoverable import RecoverableGroup
 from axon_nb.engine.groups.size_check import SizeTable
 from axon_nb.engine.groups.state import GroupsState
 from axon_nb.errors import UsageError
@@ -47,6 +56,11 @@ for number in range(1, count):
         table.check_collective("allreduce", (brought,), number, lambda: [0, 1])
     done[rank] = number
 """
+
+SIZE = 3
+LIMIT = timedelta(seconds=60)
+
+LATE_S = 4.0
 
 
 @pytest.mark.parametrize("kind", ["pairs", "collectives"])
@@ -173,3 +187,149 @@ def test_splits_are_compared_pairwise(tmp_path: Path) -> None:
     tables[0].check_collective("alltoall_base", (four, four, [1, 3], [1, 3], None), 3, lambda: [4, 5])
     with pytest.raises(UsageError, match="rank 4 sends 12 bytes to rank 5, which expects 8 bytes"):
         tables[1].check_collective("alltoall_base", (three, four, [2, 1], [3, 1], None), 3, lambda: [4, 5])
+
+
+@pytest.fixture(scope="module")
+def groups() -> list[RecoverableGroup]:
+    """One group, as three ranks of this process hold it."""
+    made: dict[int, RecoverableGroup] = {}
+    store = HashStore()
+
+    def make(rank: int) -> None:
+        made[rank] = RecoverableGroup(
+            GroupsState(), store, epoch=0, rank=rank, size=SIZE, timeout=LIMIT, name="0", global_rank=rank
+        )
+
+    as_ranks(make)
+    for group in made.values():
+        group.state.gloo.abandon(group._inner)  # a Gloo group that ends while others still look at it may hang
+    return [made[rank] for rank in range(SIZE)]
+
+
+def as_ranks(work: Callable[[int], Any]) -> list[Any]:
+    """What `work(rank)` returns on each rank, a thread each."""
+    answers: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=lambda rank=rank: answers.__setitem__(rank, work(rank)), daemon=True)
+        for rank in range(SIZE)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(answers) == SIZE, f"ranks {sorted(answers)} alone have ended"
+    return [answers[rank] for rank in range(SIZE)]
+
+
+def options(op: Any = dist.ReduceOp.SUM) -> Any:
+    """As torch's functions make them."""
+    made = c10d.ReduceScatterOptions()
+    made.reduceOp = op
+    return made
+
+
+def name_of(group: Any) -> str:
+    """The operation, by the name that this torch has for it."""
+    return "reduce_scatter_single" if hasattr(group, "reduce_scatter_single") else "_reduce_scatter_base"
+
+
+def test_torch_has_the_hook() -> None:
+    assert gloo._num_modes is not None
+    assert gloo._num_modes() == 0
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_result_is_bitwise_identical_to_torch(groups: list[RecoverableGroup], dtype: torch.dtype, op: Any) -> None:
+    def work(rank: int) -> tuple[bool, bool, bool]:
+        group = groups[rank]
+        given = (torch.randn(6, 500, generator=torch.Generator().manual_seed(rank)) * 9).to(dtype)
+        before, ours, theirs = given.clone(), torch.empty(2, 500, dtype=dtype), torch.empty(2, 500, dtype=dtype)
+        work = getattr(group, name_of(group))(ours, given, options(op))
+        reduce_scatter_via_all_reduce = type(work._inner) is ReduceScatterWork
+        work.wait()
+        getattr(dist.ProcessGroup, name_of(group))(group._inner, theirs, given, options(op)).wait()
+        return reduce_scatter_via_all_reduce, torch.equal(ours, theirs), torch.equal(given, before)
+
+    assert as_ranks(work) == [(True, True, True)] * SIZE
+
+
+def test_timed_out_wait_can_be_repeated(groups: list[RecoverableGroup]) -> None:
+    slow = threading.Event()
+
+    def work(rank: int) -> Any:
+        group = groups[rank]
+        out, given = torch.zeros(1), torch.full((SIZE,), float(rank + 1))
+        if rank == 2:
+            assert slow.wait(60)
+        begun = getattr(group, name_of(group))(out, given, options())
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="timed out"):
+                begun._inner.wait(timedelta(milliseconds=20))
+            assert not begun.is_completed()
+            slow.set()
+        begun.wait()
+        begun.wait()
+        return out.item(), begun.is_completed(), [part.item() for part in begun.result()]
+
+    assert as_ranks(work) == [(6.0, True, [6.0])] * SIZE
+
+
+def test_future_holds_the_output(groups: list[RecoverableGroup]) -> None:
+    def work(rank: int) -> Any:
+        group = groups[rank]
+        out, given = torch.zeros(2), torch.ones(2 * SIZE)
+        begun = getattr(group, name_of(group))(out, given, options())
+        (value,) = begun.get_future().wait()
+        return value.tolist(), out.tolist()
+
+    assert as_ranks(work) == [([3.0, 3.0], [3.0, 3.0])] * SIZE
+
+
+class Sees(TorchDispatchMode):
+    """Notes what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_mode_sees_the_original_call(groups: list[RecoverableGroup]) -> None:
+    def work(rank: int) -> Any:
+        group, out = groups[rank], torch.zeros(1)
+        with Sees() as seen:
+            getattr(group, name_of(group))(out, torch.ones(SIZE), options()).wait()
+        return out.item(), any("reduce_scatter" in name for name in seen.names)
+
+    assert as_ranks(work) == [(3.0, True)] * SIZE
+
+
+def test_invalid_arguments_are_left_to_torch(groups: list[RecoverableGroup]) -> None:
+    def work(rank: int) -> str:
+        group = groups[rank]
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            getattr(group, name_of(group))(torch.zeros(2), torch.ones(SIZE), options())
+        return type(caught.value).__name__
+
+    assert len(set(as_ranks(work))) == 1
+
+
+def test_late_rank_is_waited_for_when_connecting() -> None:
+    store, gloo, made = HashStore(), GlooTransport(), dict[int, Any]()
+
+    def join(rank: int) -> None:
+        made[rank] = gloo.connect(store, rank, 2, timeout=timedelta(seconds=60), raise_if_cancelled=lambda: None)
+
+    first = threading.Thread(target=join, args=(0,))
+    first.start()
+    time.sleep(LATE_S)
+    join(1)
+    first.join(120)
+    sums = [torch.ones(1), torch.ones(1)]
+    works = [made[rank].allreduce([sums[rank]]) for rank in (0, 1)]
+    assert all(work.wait() for work in works)
+    assert [value.item() for value in sums] == [2.0, 2.0]
