@@ -26,8 +26,8 @@ Rooms: all that use private parts of other packages, which may change without no
   check says what is lost.
 - **`axon-nb doctor`** walks the register and shows hooks that are missing, with what is lost. It leaves out packages
   that only cells import.
-- **Two tests.** `tests/engine/test_hooks.py` walks the register with the installed versions; `make versions` runs it
-  with each torch. `tests/structure/test_hooks.py` finds private names in the code that have no entry.
+- **Two tests.** `tests/engine/test_self_test.py` walks the register with the installed versions; `make versions` runs
+  it with each torch. `tests/structure/test_hooks.py` finds private names in the code that have no entry.
 
 To add a hook, add a table to the register and run `make fix`. In the tables, *lost* is what users lose without it, and
 *versions* are the package's versions that need it, if not all. Each hook links to the issue or pull request upstream

@@ -1,6 +1,6 @@
 """The order in which the site documents the public names, and how it reads their docstrings.
 
-`tests/docs/test_reference.py` finds names that have no place here.
+`tests/docs/test_site.py` finds names that have no place here.
 """
 
 from __future__ import annotations

@@ -33,13 +33,12 @@ PAGE = ROOT / "docs" / "versions.md"
 
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "private hooks, self-test": (
-        "tests/engine/test_hooks.py",
+        "tests/engine/test_self_test.py",
         "tests/engine/groups/test_group_hooks.py",
         "tests/engine/groups/test_nccl.py",
-        "tests/engine/test_self_test.py",
         "tests/engine/groups/test_native.py",
         "tests/kernel/session/test_unknown_torch.py",
-        "tests/unit/test_torch_api.py",
+        "tests/unit/records/test_versions.py",
     ),
     "wrong numbers": ("tests/engine/test_wrong_numbers.py",),
     "interrupts": ("tests/engine/test_interrupts.py", "tests/kernel/recovery/test_interrupts.py"),

@@ -54,12 +54,13 @@ GROUPS = {
     "browser": ("tests/browser/",),
     "kernel": (
         *(f"tests/kernel/{folder}/" for folder in ("cells", "data", "programs", "views")),
-        *(f"tests/kernel/failures/test_{name}.py" for name in ("failures", "open_calls", "timeouts")),
+        "tests/kernel/failures/test_failures.py",
         "tests/kernel/recovery/test_pipelines.py",
-        *(f"tests/kernel/session/test_{name}.py" for name in ("security", "settings")),
+        "tests/kernel/session/test_security.py",
+        "tests/kernel/session/test_settings.py",
     ),
     "script": ("tests/cluster/test_",),
-    "structure": ("tests/structure/pages/", "tests/structure/test_"),
+    "structure": ("tests/structure/test_",),
 }
 """Tests that share a server, a kernel, a script or syntax trees, by the beginning of their paths."""
 

@@ -1,4 +1,4 @@
-"""`axon-nb list` and `axon-nb stop` on real clusters: detached, attached, or with a killed agent."""
+"""`axon-nb list` and `axon-nb stop` on real clusters; and what bad input of each command says."""
 
 from __future__ import annotations
 
@@ -16,11 +16,55 @@ from typing import Any
 import psutil
 import pytest
 
+from axon_nb import __version__
+from axon_nb.cli import main
 from tests.doctor.command import Done, axon_nb
 from tests.support.processes import ended, until
 from tests.support.script import Script, command_lines, family
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="forked ranks are of Linux")
+with_forks = pytest.mark.skipif(not Path("/proc/self").exists(), reason="forked ranks are of Linux")
+
+COMMANDS = [
+    "class",
+    "course",
+    "doctor",
+    "export",
+    "help",
+    "host",
+    "import",
+    "list",
+    "quickstart",
+    "stop",
+    "status",
+    "stacks",
+    "explain",
+    "vars",
+    "diff",
+    "rename",
+    "interrupt",
+    "repair",
+    "logs",
+    "run",
+    "push",
+    "pull",
+    "plan",
+    "mcp",
+    "skill",
+]
+USAGE = {
+    "": f"axon-nb needs a command: one of {', '.join(COMMANDS)}.",
+    "lsit": "axon-nb has no command 'lsit': did you mean `axon-nb list`?",
+    "frobnicate": (f"axon-nb has no command 'frobnicate': use one of {', '.join(COMMANDS)}."),
+    "--versoin": "axon-nb has no '--versoin'; did you mean --version?",
+    "doctor --jsn": "axon-nb doctor has no '--jsn'; did you mean --json?",
+    "doctor now": "axon-nb doctor does not accept 'now'; see `axon-nb doctor --help`.",
+    "list --each": "axon-nb list has no '--each'; options are -h, --help, --json, --all.",
+    "list mine": "axon-nb list does not accept 'mine'; see `axon-nb list --help`.",
+    "stop --frce": "axon-nb stop has no '--frce'; did you mean --force?",
+    "stop one two": "axon-nb stop does not accept 'two'; see `axon-nb stop --help`.",
+    "export": "axon-nb export: the following arguments are required: NOTEBOOK, SCRIPT; see `axon-nb export --help`.",
+    "export a.ipynb b.py --forc": "axon-nb export has no '--forc'; did you mean --force?",
+}
 
 
 class Desk:
@@ -78,6 +122,7 @@ def desk() -> Iterator[Desk]:
     shutil.rmtree(folder)
 
 
+@with_forks
 def test_list_and_stop_without_clusters(desk: Desk) -> None:
     nothing = "You have no clusters on this host.\n"
     assert desk.run("list") == Done(0, nothing, "")
@@ -86,6 +131,7 @@ def test_list_and_stop_without_clusters(desk: Desk) -> None:
     assert desk.run("stop", "--all") == Done(0, nothing, "")
 
 
+@with_forks
 def test_detached_cluster_is_listed_and_stopped(desk: Desk) -> None:
     desk.leave("train")
     one = desk.entry("train")
@@ -112,6 +158,7 @@ def test_detached_cluster_is_listed_and_stopped(desk: Desk) -> None:
     assert desk.entries() == []
 
 
+@with_forks
 def test_doctor_reports_a_detached_cluster_and_how_to_stop_it(desk: Desk) -> None:
     desk.leave("night run")
     content = desk.run("doctor", "--json").json()["sections"]["clusters"]
@@ -123,6 +170,7 @@ def test_doctor_reports_a_detached_cluster_and_how_to_stop_it(desk: Desk) -> Non
     assert desk.left() == []
 
 
+@with_forks
 def test_attached_cluster_is_stopped_only_with_force(desk: Desk) -> None:
     script = desk.start("mine")
     assert desk.entry("mine")["state"] == "attached"
@@ -142,6 +190,7 @@ def test_attached_cluster_is_stopped_only_with_force(desk: Desk) -> None:
     assert desk.entries() == []
 
 
+@with_forks
 def test_several_clusters_require_a_name_or_all(desk: Desk) -> None:
     desk.leave("one")
     desk.leave("two")
@@ -158,6 +207,7 @@ def test_several_clusters_require_a_name_or_all(desk: Desk) -> None:
     assert desk.left() == []
 
 
+@with_forks
 def test_files_of_a_dead_agent_are_listed_and_removed(desk: Desk) -> None:
     desk.leave("dead")
     one = desk.entry("dead")
@@ -172,6 +222,7 @@ def test_files_of_a_dead_agent_are_listed_and_removed(desk: Desk) -> None:
     assert not Path(one["folder"]).exists()
 
 
+@with_forks
 def test_unresponsive_agent_is_reported_in_time(desk: Desk) -> None:
     desk.leave("stuck")
     pid = desk.entry("stuck")["agent_pid"]
@@ -189,6 +240,7 @@ def test_unresponsive_agent_is_reported_in_time(desk: Desk) -> None:
     assert desk.left() == []
 
 
+@with_forks
 @pytest.mark.parametrize("engines", ["local"])
 def test_engines_of_other_launchers_are_stopped(desk: Desk, engines: str) -> None:
     desk.leave("others", engines=engines)
@@ -200,6 +252,7 @@ def test_engines_of_other_launchers_are_stopped(desk: Desk, engines: str) -> Non
     assert all(map(ended, processes))
 
 
+@with_forks
 def test_listing_has_no_side_effects(desk: Desk) -> None:
     desk.leave("train")
     before = desk.entry("train")
@@ -217,6 +270,7 @@ def test_listing_has_no_side_effects(desk: Desk) -> None:
     assert desk.left() == []
 
 
+@with_forks
 def test_cluster_without_a_cell_stops_itself_and_says_so_when_its_user_is_back(desk: Desk) -> None:
     script = desk.start("idle")
     script.ok("from axon_nb.cluster import current\ncurrent.session().settings.set('idle_stop=1s')")
@@ -226,3 +280,55 @@ def test_cluster_without_a_cell_stops_itself_and_says_so_when_its_user_is_back(d
     assert message.startswith("The cluster 'idle' stopped itself after 1.")
     assert "s without a cell (setting idle_stop). Run `%distributed start` to start a new one." in message
     assert until(lambda: not script.others())
+
+
+@pytest.mark.parametrize(("typed", "sentence"), USAGE.items(), ids=lambda text: text or "nothing")
+def test_bad_usage_is_one_sentence(typed: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(typed.split()) == 2
+    assert capsys.readouterr() == ("", f"{sentence}\n")
+
+
+FAILS = {
+    "stop nobody": "axon-nb stop: no cluster named 'nobody' on this host.",
+    "stop nobody --all": "axon-nb stop: give NAME or --all, not both.",
+}
+
+
+@pytest.mark.parametrize(("typed", "sentence"), FAILS.items())
+def test_impossible_request_is_rejected_in_one_sentence(
+    typed: str, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AXON_NB_RUNTIME_DIR", str(tmp_path))
+    assert main(typed.split()) == 1
+    assert capsys.readouterr() == ("", f"{sentence}\n")
+
+
+def test_missing_notebook_is_reported_in_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["export", str(tmp_path / "no.ipynb"), str(tmp_path / "no.py")]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("axon-nb: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("asked", ["-h", "--help", "help"])
+def test_help_names_every_command(asked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([asked]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.startswith(f"usage: axon-nb {command} ")
+    assert f"Example: axon-nb {command} " in out
+
+
+@pytest.mark.parametrize("asked", ["-V", "--version"])
+def test_version(asked: str) -> None:
+    done = axon_nb(asked)
+    assert (done.code, done.out, done.err) == (0, f"axon_nb {__version__}\n", "")

@@ -1,7 +1,8 @@
-"""Every example runs from top to bottom in a fresh kernel, as `make demo` runs the quickstart."""
+"""Examples and the guide run as notebooks, and a loss that differs between ranks."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -39,6 +40,31 @@ QUICKSTART = "01_quickstart"
 TO_SCRIPT = "10_from_notebook_to_script"
 GUIDE = "11_the_guide"
 PROTECTED = "12_nothing_is_lost"  # a rank dies in it, and a cell is taken back: not for a script
+
+SOURCE = Path(__file__).resolve().parents[2] / "examples" / "11_the_guide.py"
+
+GUIDE_CELLS = {
+    "PyTorch DistributedDataParallel (DDP)": ["train_ddp", "setup", "cleanup"],
+    "Using torchrun": [],
+    "Gradient accumulation": ["GradientAccumulationTrainer"],
+    "Mixed precision training": ["MixedPrecisionTrainer"],
+    "Tensor parallelism (Megatron-LM)": [],
+    "A transformer": ["TensorParallelTransformer"],
+    "Pipeline parallelism": [],
+    "GPipe (micro-batching for pipeline)": ["train_gpipe"],
+    "ZeRO (Zero Redundancy Optimizer)": [],
+    "DeepSpeed": ["train_with_deepspeed"],
+    "Fully Sharded Data Parallel (FSDP)": ["train_fsdp"],
+    "3D parallelism (data + tensor + pipeline)": ["train_3d"],
+    "Accelerate (Hugging Face)": ["train_with_accelerate"],
+    "Horovod": ["train_with_horovod"],
+    "Profiling and bottleneck analysis": ["profile_training"],
+    "Gradient checkpointing": ["CheckpointedModel"],
+    "Overlap communication and computation": ["overlap_communication_computation"],
+    "Gradient compression": ["gradient_compression"],
+    "Hierarchical all-reduce": ["hierarchical_all_reduce"],
+}
+"""The guide's examples in its order, and what their functions and classes are called there."""
 
 
 def run_notebook(source: Path, out: Path) -> NotebookNode:
@@ -299,3 +325,56 @@ def test_dashboards_are_saved_as_pictures(execute: Callable[[str], NotebookNode]
     shown = "\n".join(pages)
     for words in ("loss", "communication hidden", "4 stages, 8 microbatches", "ideal", "replicated", "sharded"):
         assert words in shown, words
+
+
+def sections() -> dict[str, str]:
+    """The text of each section of the notebook, by its heading: up to the next heading of any level."""
+    text = SOURCE.read_text(encoding="utf-8")
+    parts = re.split(r"^# #+ (.+)$", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_every_example_of_the_guide_is_present_in_order() -> None:
+    found = sections()
+    assert [heading for heading in found if heading in GUIDE_CELLS] == list(GUIDE_CELLS)
+    for heading, names in GUIDE_CELLS.items():
+        cells = found[heading].split("# %%\n")[1:]
+        assert cells, f"{heading} has no cell"
+        defined = set()
+        for cell in cells:
+            tree = ast.parse(re.sub(r"^# %.*$", "", cell, flags=re.MULTILINE))
+            defined |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assert defined >= set(names), heading
+
+
+def test_every_example_states_its_corrections() -> None:
+    for heading, text in sections().items():
+        if heading in GUIDE_CELLS:
+            assert re.search(r"^# - (Completed|Corrected): .*[^ ]", text, re.MULTILINE), heading
+
+
+@pytest.mark.slow
+def test_causes_of_another_loss_are_named_one_after_the_other(tmp_path: Path) -> None:
+    notebook = run_notebook(ROOT / "examples" / "13_the_loss_differs.py", tmp_path)
+    reports = [
+        output["data"]["text/plain"]
+        for cell in notebook.cells
+        if "--compare" in cell.source.partition("\n")[0]
+        for output in cell.outputs
+        if "text/plain" in output.get("data", {})
+    ]
+    expected = [
+        "Each rank normalises its own part of the batch.",
+        "means over unequal parts of what is averaged",
+        "agree with those of one rank",
+        "the all-reduce in forward is missing",
+        "it is summed over 2 ranks once too often",
+        "agree with those of one rank",
+    ]
+    assert len(reports) == len(expected)
+    assert [words for words, report in zip(expected, reports, strict=True) if words not in report] == []
+    shown = streams(notebook)
+    (alone,) = re.findall(r"one process: the loss is ([0-9.]+)", shown)
+    wrong, right = re.findall(r"two ranks: the loss is ([0-9.]+)", shown)
+    assert abs(float(wrong) - float(alone)) > 0.01
+    assert float(right) == pytest.approx(float(alone), abs=2e-5)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from tests.cluster.launch.hosts.ssh_server import why_no_ssh
 from tests.fuzz.figures import figures_folder, write_figures
-from tests.fuzz.hosts.faults import HOST_KINDS, KINDS_OF_TWO_HOSTS
-from tests.fuzz.hosts.rounds import fuzz_on_two_hosts
+from tests.fuzz.hosts.rounds import HOST_KINDS, KINDS_OF_TWO_HOSTS, fuzz_on_two_hosts
 from tests.fuzz.rounds import Fuzz
 
 

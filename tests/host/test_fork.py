@@ -1,12 +1,16 @@
-"""Forked ranks: separate processes, reported when they exit, never left behind."""
+"""The agent forks ranks from what it has imported, and reports how each of them ends."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import queue
 import signal
 import stat
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,14 @@ import psutil
 import pytest
 
 from axon_nb.errors import StartError
+from axon_nb.host.children import LastOutput
 from axon_nb.host.client import AgentClient
 from axon_nb.records.protocol.agent import AgentEvent, GetInfo, Signal
 from tests.host.conftest import MakeAgent
 from tests.support.agents import ENTRY, ROOT, RawPeer, Served, dead, fork_request
 from tests.support.processes import until
+
+CONTROLLER = [sys.executable, "-c", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"]
 
 
 def published(path: Path, served: Served, pid: int) -> Any:
@@ -206,3 +213,62 @@ def test_missing_entry_point_is_reported_in_the_log(make_agent: MakeAgent) -> No
     rank, _ = served.fork()
     assert served.event(event="exit", rank=rank)["code"] == 1
     assert "No module named 'axon_nb.host.nowhere'" in served.run_dir.rank_log(rank).read_text()
+
+
+def _write(path: Path, text: str, *, at: float) -> None:
+    path.write_text(path.read_text() + text if path.exists() else text)
+    os.utime(path, (at, at))
+
+
+@pytest.mark.parametrize(
+    ("crashed", "written", "expected"),
+    [
+        (None, -600.0, {"last_output": "said", "crash": ""}),  # in the future: recent, however long this test takes
+        (None, 60.0, {"last_output": "", "crash": ""}),
+        (20.0, 20.5, {"last_output": "said", "crash": "Fatal"}),
+        (20.0, 60.0, {"last_output": "", "crash": "Fatal"}),
+    ],
+)
+def test_only_recent_output_is_reported(
+    tmp_path: Path, crashed: float | None, written: float, expected: dict[str, str]
+) -> None:
+    log, last, now = tmp_path / "rank0.log", LastOutput(), time.time()
+    _write(log.with_suffix(".err"), "of the previous rank", at=now)
+    last.rank_starting(0, log)
+    _write(log.with_suffix(".err"), "said", at=now - written)
+    if crashed is not None:
+        _write(log.with_suffix(".crash"), "Fatal", at=now - crashed)
+    assert last.of(0) == expected
+    assert last.of(1) == {}
+
+
+def test_suspended_agent_is_continued_and_stops(make_agent: MakeAgent) -> None:
+    served = make_agent(controller=CONTROLLER)
+    controller = psutil.Process(served.client.call(GetInfo()).controller)
+    served.process.suspend()
+    assert not served.client.responds(0.2)
+    assert served.client.stop(60.0)
+    assert until(served.gone)
+    assert until(lambda: dead(controller))
+
+
+def test_agent_that_stays_suspended_is_killed_with_its_children(make_agent: MakeAgent) -> None:
+    served = make_agent(controller=CONTROLLER)
+    controller = psutil.Process(served.client.call(GetInfo()).controller)
+    over = threading.Event()
+
+    def keep_stopped() -> None:
+        while not over.wait(0.001):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                served.process.send_signal(signal.SIGSTOP)
+
+    served.process.suspend()
+    thread = threading.Thread(target=keep_stopped)
+    thread.start()
+    try:
+        assert served.client.stop(1.0)
+        assert until(served.gone)
+        assert until(lambda: dead(controller))
+    finally:
+        over.set()
+        thread.join()

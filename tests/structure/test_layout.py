@@ -1,17 +1,21 @@
-"""Where files are and how long: the rules of CONTRIBUTING.md that no linter knows."""
+"""Where files are and how long, and how much code each room may have: what no linter knows."""
 
 from __future__ import annotations
 
 import ast
 import itertools
+import json
 import statistics
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from scripts.room_sizes import BUDGETS, lines_of_code, sizes
 from tests.structure.conftest import source_files, syntax
+from tests.support.node import node as run_node
 
 MAX_LINES = 600
 MAX_FILES = 15
@@ -27,6 +31,8 @@ in_a_clone = pytest.mark.skipif(
     not (Path(__file__).resolve().parents[2] / ".git").exists(),
     reason="a source archive holds real files in place of the link",
 )
+
+MAX_FUNCTION_LINES = 60
 
 
 @in_a_clone
@@ -168,3 +174,58 @@ def test_constants_stand_above_the_first_function(package_files: list[Path], roo
 )
 def test_misplaced_constants_are_found(source: str, expected: list[str]) -> None:
     assert misplaced_constants(ast.parse(source)) == expected
+
+
+def test_no_room_is_above_its_budget() -> None:
+    budgets = tomllib.loads(BUDGETS.read_text(encoding="utf-8"))
+    above = {room: (count, budgets.get(room, 0)) for room, count in sizes().items() if count > budgets.get(room, 0)}
+    assert not above, (
+        f"more lines of code than the budget, by room: {above}. Make it with fewer, or raise the budget with "
+        "`python -m scripts.room_sizes --update` in a commit that says for what."
+    )
+
+
+def test_lines_without_code_do_not_count() -> None:
+    source = """'A module.'
+
+# A comment.
+x = 1  # one
+
+
+def f():
+    'Doc.'
+    return (
+        x
+    )
+"""
+    assert lines_of_code(source) == 5
+
+
+@pytest.fixture
+def modules(root: Path) -> list[Path]:
+    """All modules of the widgets and of the panel in JupyterLab."""
+    return sorted((root / "axon_nb").rglob("static/**/*.js"))
+
+
+def test_modules_are_short(modules: list[Path]) -> None:
+    lengths = {path.as_posix(): len(path.read_text(encoding="utf-8").splitlines()) for path in modules}
+    assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_modules_are_checked_by_typescript(modules: list[Path]) -> None:
+    assert [path for path in modules if not path.read_text(encoding="utf-8").startswith("// @ts-check\n")] == []
+
+
+def test_functions_are_short(modules: list[Path], root: Path) -> None:
+    if not (root / "node_modules" / "typescript").is_dir():
+        pytest.skip("needs typescript: scripts/check_javascript installs it")
+    functions = json.loads(run_node(str(root / "tests/js/functions.mjs"), *map(str, modules)))
+    found = {(Path(path).name, name) for path, name, _, _ in functions}
+    known = {("store.js", "merge"), ("view.js", "constructor"), ("view.js", "draw"), ("wire.js", "sendIfVisible")}
+    assert known <= found
+    long = [
+        f"{Path(path).relative_to(root)}:{line} {name} has {lines} lines"
+        for path, name, line, lines in functions
+        if lines > MAX_FUNCTION_LINES
+    ]
+    assert long == [], f"at most {MAX_FUNCTION_LINES}: split them"

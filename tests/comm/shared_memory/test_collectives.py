@@ -1,19 +1,27 @@
-"""Groups over shared memory do what c10d asks of a backend: against Gloo in the same processes, and against NumPy."""
+"""Groups over shared memory do what c10d asks of a backend, with many ranks, too, and refuse dtypes that differ."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from axon_nb.comm import World
+from axon_nb.comm.errors import CollectiveMismatchError, TensorMismatchError
+from tests.support.ranks import RankWorld
 
 N = 4
 SIZES = [0, 1, 5, 3000, 40_000, 1_500_000]
 """Elements: empty, tiny, one piece, several steps, several pieces."""
+
+COUNTS = [3, 40_000]
+"""Elements per rank: one piece, and several of what 16 ranks have."""
 
 
 def gloo() -> Any:
@@ -316,3 +324,152 @@ def test_callback_waits_for_the_collective_it_starts(shm_world: Any) -> None:
         return totals
 
     assert shm_world.run(work) == [[64.0] * 3] * N
+
+
+def _several(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.clone() for _ in range(N)]
+
+
+CALLS: dict[str, Callable[[int, torch.Tensor], Any]] = {
+    "broadcast": lambda rank, own: dist.broadcast(own, 1),
+    "all_gather": lambda rank, own: dist.all_gather(_several(own), own),
+    "all_gather_into_tensor": lambda rank, own: dist.all_gather_into_tensor(own.new_empty(4 * N), own),
+    "gather": lambda rank, own: dist.gather(own, _several(own) if rank == 0 else None),
+    "scatter": lambda rank, own: dist.scatter(own, _several(own) if rank == 0 else None),
+    "all_to_all": lambda rank, own: dist.all_to_all(_several(own), _several(own)),
+    "all_to_all_single": lambda rank, own: dist.all_to_all_single(own.clone(), own),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_dtype_mismatch_in_collective_raises_on_all_ranks(shm_world: Any, name: str) -> None:
+    def work(world: World) -> tuple[str, list[float]]:
+        rank = world.rank()
+        own = torch.ones(4, dtype=torch.int32 if rank == 2 else torch.float32)
+        with pytest.raises(CollectiveMismatchError) as found:
+            CALLS[name](rank, own)
+        dist.all_reduce(total := torch.ones(1))
+        assert total.item() == N
+        return str(found.value), own.tolist()
+
+    answers = shm_world.run(work)
+    assert all(own == [1.0] * 4 for _, own in answers)
+    count = "" if name.startswith("all_to_all") else "4 "
+    words = [
+        f"rank 2 passed {count}int32",
+        f"ranks 0-1,3 passed {count}float32",
+        name.partition("_into")[0].removesuffix("_single"),
+    ]
+    assert any(all(word in sentence for word in words) for sentence, _ in answers), answers
+
+
+@pytest.mark.parametrize("size", [3, 2_000_000])
+@pytest.mark.parametrize("first", ["the send", "the receive"])
+def test_message_of_another_dtype_is_rejected(shm_world: Any, size: int, first: str) -> None:
+    def work(world: World) -> tuple[str, Any]:
+        rank, sentence, next_one = world.rank(), "", torch.zeros(1)
+        taken = torch.zeros(size, dtype=torch.int32)
+        handle: Any = None
+        if rank == 0:
+            if first == "the receive":
+                dist.recv(torch.empty(1), 1, tag=9)  # rank 1 has posted its receive
+            handle = dist.isend(torch.ones(size), 1)
+            dist.isend(torch.full((1,), 7.0), 1, tag=3).wait()  # type: ignore[union-attr]
+        elif rank == 1:
+            if first == "the receive":
+                handle = dist.irecv(taken, 0)
+                dist.send(torch.ones(1), 0, tag=9)
+            else:
+                dist.recv(next_one, 0, tag=3)
+                handle = dist.irecv(taken, 0)
+        if handle is not None:
+            try:
+                handle.wait()
+            except TensorMismatchError as error:
+                sentence = str(error)
+        if rank == 1 and first == "the receive":
+            dist.recv(next_one, 0, tag=3)
+        dist.barrier()
+        return sentence, (taken.any().item(), next_one.item())
+
+    answers = shm_world.run(work)
+    expected = "rank 0 sends float32, but rank 1 receives into int32; both tensors must have the same dtype."
+    assert expected in answers[1][0]
+    assert answers[1][1] == (False, 7.0)
+    # A message of one piece is sent once it is in memory, whether it is received or not.
+    if size > 3 and first == "the receive":
+        assert expected in answers[0][0]
+
+
+def _row(rank: int, count: int) -> Any:
+    """What a rank puts in: whole numbers, so that sums are exact in any order."""
+    return np.random.default_rng(rank).integers(-1000, 1000, count).astype(np.float64)
+
+
+def _collect(rank: int, size: int, count: int) -> dict[str, Any]:
+    """The result of each collective on this rank."""
+    own, found = torch.from_numpy(_row(rank, count)), {}
+    found["all_reduce"] = own.clone()
+    dist.all_reduce(found["all_reduce"])
+    found["maximum"] = own.clone()
+    dist.all_reduce(found["maximum"], dist.ReduceOp.MAX)
+    found["broadcast"] = own.clone()
+    dist.broadcast(found["broadcast"], size - 1)
+    found["reduce"] = own.clone()
+    dist.reduce(found["reduce"], size // 2)
+    found["all_gather"] = own.new_empty(size * count)
+    dist.all_gather_into_tensor(found["all_gather"], own)
+    rows = [torch.empty_like(own) for _ in range(size)] if rank == 1 else None
+    dist.gather(own, rows, 1)
+    found["gather"] = torch.cat(rows) if rows else None
+    found["scatter"] = torch.empty_like(own)
+    dist.scatter(found["scatter"], [own + peer for peer in range(size)] if rank == 2 else None, 2)
+    wide = torch.cat([own + peer for peer in range(size)])
+    found["reduce_scatter"] = torch.empty_like(own)
+    dist.reduce_scatter_tensor(found["reduce_scatter"], wide)
+    found["all_to_all"] = torch.empty_like(wide)
+    dist.all_to_all_single(found["all_to_all"], wide)
+    ring = torch.empty_like(own)
+    ops = [dist.P2POp(dist.isend, own, (rank + 1) % size), dist.P2POp(dist.irecv, ring, (rank - 1) % size)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    found["ring"] = ring
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    found["objects"] = [item["rank"] for item in objects]
+    dist.barrier()
+    return found
+
+
+def _expected(rank: int, size: int, count: int) -> dict[str, Any]:
+    rows = np.stack([_row(peer, count) for peer in range(size)])
+    return {
+        "all_reduce": rows.sum(0),
+        "maximum": rows.max(0),
+        "broadcast": rows[size - 1],
+        "reduce": rows.sum(0) if rank == size // 2 else None,  # undefined on the others
+        "all_gather": rows.ravel(),
+        "gather": rows.ravel() if rank == 1 else None,
+        "scatter": rows[2] + rank,
+        "reduce_scatter": rows.sum(0) + size * rank,
+        "all_to_all": (rows + rank).ravel(),
+        "ring": rows[(rank - 1) % size],
+        "objects": list(range(size)),
+    }
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("size", [8, pytest.param(16, marks=pytest.mark.slow)])
+def test_collectives_and_messages_of_many_ranks_match_numpy(size: int) -> None:
+    def work(world: World) -> list[str]:
+        torch.set_num_threads(1)
+        wrong = []
+        for count in COUNTS:
+            found = _collect(world.rank(), size, count)
+            for name, value in _expected(world.rank(), size, count).items():
+                if value is not None and not np.array_equal(np.asarray(found[name]), value):
+                    wrong.append(f"{name} of {count}")
+        return wrong
+
+    with RankWorld(size, backend="shm") as world:
+        assert world.run(work) == [[]] * size

@@ -1,4 +1,4 @@
-"""The part of NCCL support that needs no GPU: its environment, and that it stays off without NCCL."""
+"""What is done for groups of NCCL: they are made by hand, staged on the host, and forgotten by graphs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axon_nb.engine.groups import creation
+from axon_nb.comm.collectives.movement import recv, send
+from axon_nb.engine.groups import creation, recovery
+from axon_nb.engine.groups.creation import init_default_group
+from axon_nb.engine.groups.recovery import graphs_to_capture
 from axon_nb.torch_api import torch_api
-from tests.engine.groups.native_ranks import run_on_ranks
+from tests.engine.groups.native_ranks import GLOO, join_native, run_on_ranks
+from tests.support.fake_device import install
 
 # In a process of its own: without a GPU torch ends the process when such a backend is freed.
 MAKE_BACKEND = """
@@ -143,3 +148,108 @@ def test_groups_of_the_second_nccl_class_are_rebuilt_as_such() -> None:
         [sys.executable, "-c", MAKE_BACKEND], env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert made.stdout.split() == ["nccl2", "True", "True", "True", "False"], made.stderr[-2000:]
+
+
+def _join(rank: int, store: Any, backend: str) -> torch.device:
+    dist.destroy_process_group()
+    device = install()
+    place: dict[str, Any] = {"store": store, "rank": rank, "world_size": 2, "device": device}
+    init_default_group(backend, **place, timeout_s=60, recoverable=True)
+    return device
+
+
+def _polls(rank: int, store: Any) -> list[list[float]]:
+    """Rank 1 asks whether its message is there, and never waits for it."""
+    device = _join(rank, store, "shm")
+    if rank == 0:
+        dist.send(torch.arange(6.0).view(2, 3).to(device), 1)
+        return []
+    buffer = torch.zeros(2, 3).to(device)
+    work = dist.irecv(buffer, 0)
+    end = time.monotonic() + 60
+    while not work.is_completed() and time.monotonic() < end:
+        time.sleep(0.001)
+    return _values(buffer)
+
+
+def test_polled_receive_has_its_values(tmp_path: Path) -> None:
+    assert run_on_ranks(_polls, 2, tmp_path) == {0: [], 1: [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]}
+
+
+def _exchange(rank: int, store: Any) -> dict[str, Any]:
+    device = _join(rank, store, "gloo")
+    peer, found = 1 - rank, {}
+    values = torch.arange(6.0).view(2, 3)
+
+    def received(tensor: torch.Tensor) -> tuple[str, list[list[float]]]:
+        return str(tensor.device), _values(tensor)
+
+    buffer = torch.empty(2, 3, device=device).requires_grad_()  # as a pipeline stage's
+    if rank == 0:
+        dist.send(values.to(device), peer)
+    else:
+        dist.recv(buffer, peer)
+        found["recv"] = received(buffer)
+
+    mine, theirs = (values * (rank + 1)).to(device), torch.empty(2, 3, device=device)
+    operations = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    found["batch"] = received(theirs)
+
+    group: Any = dist.group.WORLD
+    parts = [[torch.empty(2, 3, device=device)] for _ in range(2)]
+    group.allgather_coalesced(parts, [mine]).wait()
+    found["gather"] = [received(part) for (part,) in parts]
+
+    if rank == 0:
+        send(values.to(device), peer)
+    else:
+        found["new"] = received(recv(peer))
+    return found
+
+
+def _values(tensor: torch.Tensor) -> list[list[float]]:
+    host = torch.empty(tensor.shape)
+    with torch.no_grad():
+        host.copy_(tensor)
+    return host.tolist()
+
+
+def test_tensors_on_a_card_travel_through_host_memory(tmp_path: Path) -> None:
+    found = run_on_ranks(_exchange, 2, tmp_path)
+    values = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    here = ("standin:0", values)
+    doubled = ("standin:0", [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]])
+    assert found[0] == {"batch": doubled, "gather": [here, doubled]}
+    assert found[1] == {"recv": here, "batch": here, "gather": [here, doubled], "new": here}
+
+
+class Graph:
+    """Stands for `torch.cuda.CUDAGraph`, which needs a GPU."""
+
+
+KIND = (__name__, "Graph")
+SENTENCE = "CUDA graphs still hold the communicators of before: capture those that contain collectives again."
+
+
+def test_surviving_cuda_graphs_need_recapture() -> None:
+    assert graphs_to_capture(KIND) == []
+    graph = Graph()
+    assert graphs_to_capture(KIND) == [SENTENCE]
+    del graph
+    assert graphs_to_capture(KIND) == []
+
+
+def _recovers(rank: int, store: Any) -> list[str]:
+
+    join_native(rank, store, 2, kind=GLOO)
+    recovery.graphs_to_capture.__defaults__ = (KIND,)
+    kept = [Graph()] if rank == 0 else []
+    said = recovery.recover(3).not_reset
+    kept.clear()
+    return [*said, *recovery.recover(4).not_reset]
+
+
+def test_recovery_mentions_surviving_cuda_graphs(tmp_path: Path) -> None:
+    assert run_on_ranks(_recovers, 2, tmp_path) == {0: [SENTENCE], 1: []}

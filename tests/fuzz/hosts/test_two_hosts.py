@@ -8,8 +8,7 @@ import pytest
 
 from tests.cluster.launch.hosts.ssh_server import why_no_ssh
 from tests.fuzz.faults import make_fault
-from tests.fuzz.hosts.faults import HOST_KINDS, KINDS_OF_TWO_HOSTS
-from tests.fuzz.hosts.rounds import FuzzOnTwoHosts, fuzz_on_two_hosts
+from tests.fuzz.hosts.rounds import HOST_KINDS, KINDS_OF_TWO_HOSTS, FuzzOnTwoHosts, fuzz_on_two_hosts
 
 SEED = 20
 ROUNDS = 6

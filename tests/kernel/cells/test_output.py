@@ -1,4 +1,4 @@
-"""Output of ranks as a front end gets it."""
+"""Output of ranks as a front end gets it, late lines and the user's threads included."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernel.cells.labelled import merged, ranks_of
 from tests.support.kernel import Kernel
 
 _HOLDS = """
@@ -15,6 +16,39 @@ t_holds_before = t_lines.HOLD_S, t_values._VALUE_HOLD_S
 t_lines.HOLD_S = t_values._VALUE_HOLD_S = 60.0
 """
 _AS_BEFORE = "t_lines.HOLD_S, t_values._VALUE_HOLD_S = t_holds_before"
+
+# A small message need not wait for its receiver: on shared memory its sender goes on.
+RECEIVES_LATER = """%%distributed
+import os, threading, time
+got = torch.zeros(4_000_000)
+def receive():
+    while not os.path.exists({!r}):
+        time.sleep(0.01)
+    dist.recv(got, 0)
+if rank == 1:
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+if rank == 0:
+    dist.send(torch.ones(4_000_000), 1)"""
+TIMER = """%%distributed
+import threading
+got = torch.zeros(4_000_000)
+if rank == 1:
+    receiver = threading.Timer(4, dist.recv, (got, 0))
+    receiver.start()
+if rank == 0:
+    dist.send(torch.ones(4_000_000), 1)"""
+WAITS_IN_A_RING = """%%distributed
+import threading, time
+from axon_nb.engine.kernel.control import user_threads
+from concurrent.futures import ThreadPoolExecutor
+from torch.utils.data import DataLoader
+pool = ThreadPoolExecutor(1)
+pool.submit(time.time).result()
+for number, batch in enumerate(DataLoader(torch.arange(8), num_workers=1)):
+    if number == 2 and rank in (2, 3):
+        t_running, t_counted = threading.active_count() - 1, user_threads()
+        dist.recv(torch.zeros(1), 5 - rank)"""
 
 
 @pytest.fixture
@@ -179,3 +213,53 @@ def test_output_at_the_end_has_the_same_order_in_equal_runs(new_kernel: Callable
     first, second = (kernel.ok(cell.format(late=late)) for late in (0, 1))
     assert [text for _, _, text in first.arrivals] == [text for _, _, text in second.arrivals]
     assert [line for line in first.stdout.splitlines() if "step" in line] == [f"[ranks 0-1] step {n}" for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("shown", "lines"),
+    [
+        ("[ranks 0-1] a\n[rank 3] a\n[rank 2] a\n", ["[ranks 0-3] a"]),
+        ("[rank 0] a\n[rank 0] b\n[rank 1] a\n[rank 1] b\n", ["[ranks 0-1] a", "[ranks 0-1] b"]),
+        ("[rank 0] a\n[rank 0] a\n[rank 1] a\n[rank 1] a\n", ["[ranks 0-1] a", "[ranks 0-1] a"]),
+        ("[rank 0] a\n[rank 0] a\n[rank 1] a\n", ["[ranks 0-1] a", "[rank 0] a"]),
+        ("[rank 0] a\n[ranks 0-1] b\n[rank 1] a\n", ["[rank 0] a", "[ranks 0-1] b", "[rank 1] a"]),
+        ("[rank 0] a\nthe notebook's\n[rank 1] a\n", ["[rank 0] a", "the notebook's", "[rank 1] a"]),
+        ("[rank 0] a\n         b\n[rank 1] a\n         b\n[rank 2] a\n", ["[ranks 0-1] a", f"{'':12}b", "[rank 2] a"]),
+        ("[ranks 0,2]\n[rank 1]\n[rank 3] \n", ["[ranks 0-2]", "[rank 3] "]),
+        ("", []),
+        ("\n[rank 0\n", ["", "[rank 0"]),
+    ],
+)
+def test_late_lines_of_several_ranks_are_merged(shown: str, lines: list[str]) -> None:
+    assert merged(shown) == lines
+    assert merged("\n".join(lines)) == lines
+
+
+def test_ranks_of_a_line() -> None:
+    assert ranks_of("[ranks 0,2-4] [rank 9] text") == {0, 2, 3, 4}
+    assert ranks_of("[rank 12]") == {12}
+    assert ranks_of(" [rank 1] text") == set()
+
+
+def test_late_user_thread_is_waited_for_after_its_rank_finished(kernel: Kernel, tmp_path: Path) -> None:
+    come = tmp_path / "come"
+    request = kernel.submit(RECEIVES_LATER.format(str(come)))
+    kernel.wait_for_output(request, "rank 0 has been in send")
+    come.touch()
+    assert kernel.collect(request).ok
+    assert kernel.ok("%%distributed --ranks 1\nreceiver.join(60)\ngot.mean().item()").lines() == ["[rank 1] 1.0"]
+
+
+def test_pending_timer_is_waited_for(kernel: Kernel) -> None:
+    kernel.ok(TIMER)
+    assert kernel.ok("%%distributed --ranks 1\nreceiver.join(60)\ngot.mean().item()").lines() == ["[rank 1] 1.0"]
+
+
+def test_library_threads_are_not_waited_for(kernel: Kernel) -> None:
+    """Those of a data loader and of a pool without work run on each rank here."""
+    reply = kernel.run(WAITS_IN_A_RING)
+    assert "rank 2 waits in recv at line 11 for rank 3; rank 3 waits in recv at line 11 for rank 2" in reply.traceback
+    # A rank with a user's thread would have been waited for for 30 s; how long it took says little on a busy machine.
+    counted = kernel.ok("%%distributed --ranks 2,3\nt_running >= 2, t_counted").lines()
+    assert counted == ["[ranks 2-3] (True, [])"]
+    kernel.ok("%%distributed\npool.shutdown()\ndist.all_reduce(torch.ones(1))")

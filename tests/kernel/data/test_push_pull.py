@@ -1,4 +1,4 @@
-"""`%push`, `%pull`, `%scatter` and `%gather`."""
+"""Values go to ranks and come back: push, pull, scatter, gather, and arrays of other libraries."""
 
 from __future__ import annotations
 
@@ -13,6 +13,38 @@ import pytest
 from tests.support.cases.value_kinds import KINDS, LISTED, NOT_SENT
 from tests.support.kernel import Kernel
 from tests.support.processes import footprint, until
+
+# Only the ranks have this library. Its text does not show all elements, and its memory is not the CPU's.
+LIBRARY = """
+import sys, types, numpy
+cardpy = types.ModuleType("cardpy")
+class Array:
+    __module__, __qualname__ = "cardpy", "Array"
+    def __init__(self, values):
+        self._values = numpy.array(values, dtype=numpy.float32)
+        self.shape, self.dtype, self.nbytes = self._values.shape, self._values.dtype, self._values.nbytes
+    def __dlpack_device__(self):
+        return (2, 0)
+    def __dlpack__(self, *, dl_device=None, **options):
+        if dl_device != (1, 0):
+            raise BufferError("on the card")
+        return self._values.__dlpack__()
+    def __repr__(self):
+        return "array([0., 1., 2., ..., 9997., 9998., 9999.])"
+cardpy.Array = Array
+sys.modules["cardpy"] = cardpy
+"""
+SETUP = f"""%%distributed
+{LIBRARY}
+values = numpy.arange(10_000)
+same = cardpy.Array(values)
+values[5000] += rank == 2
+odd = cardpy.Array(values)
+nested = {{"first": [odd], "rank": rank}}
+long = "x" * 1000 + str(rank)
+on_host = numpy.full(3, rank)
+host = types.SimpleNamespace(__array_interface__=on_host.__array_interface__)
+"""
 
 
 @pytest.fixture
@@ -151,7 +183,6 @@ def v_tried(line, name="", check=None):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 """
-
 
 MAKE = "for v_n, v_make in enumerate([*v_kinds.values(), *v_not_sent.values()]): globals()[f'v_{}_{v_n}'] = v_make({})"
 
@@ -392,3 +423,72 @@ def test_notebook_imports_torch_only_for_tensors(new_kernel: Callable[..., Kerne
 def test_help_has_an_example(kernel: Kernel, magic: str) -> None:
     kernel.ok(f"t_help = get_ipython().find_line_magic('{magic}').__doc__")
     assert kernel.value(f"'Example: `%{magic} ' in t_help") is True
+
+
+@pytest.fixture(scope="module")
+def ready(shared_kernel: Kernel) -> Kernel:
+    shared_kernel.ok(SETUP)
+    shared_kernel.ok("from axon_nb.cluster.session import current\nc = current.require('t')")
+    return shared_kernel
+
+
+def test_table_has_shapes_and_compares_values(ready: Kernel) -> None:
+    ready.ok("rows = {row['name']: row for row in c.variables().to_dict('records')}")
+    columns = ("type", "shape", "dtype", "device", "ranks")
+    assert ready.value(f"[rows['same'][name] for name in {columns}]") == ["Array", "10000", "float32", "cuda:0", "same"]
+    assert ready.value("rows['odd']['ranks'], rows['host']['shape']") == ("differs on rank 2", "3")
+
+
+def test_difference_hidden_by_repr_is_detected(ready: Kernel) -> None:
+    assert ready.value("c.diff('odd').values.tolist()") == [["odd", 2, 1, 10_000, "[5000]", 1.0, "5000.0 / 5001.0"]]
+    assert ready.value("len(c.diff('same')), len(c.diff('host'))") == (0, 3)
+
+
+def test_long_reprs_with_equal_prefix_differ(ready: Kernel) -> None:
+    assert ready.value("c.diff('long')['rank'].tolist()") == [1, 2, 3]
+
+
+def test_foreign_arrays_are_pulled_as_numpy_without_the_library(ready: Kernel) -> None:
+    assert ready.value("a = c.pull('odd', ranks=2)\n(type(a).__name__, a.shape, float(a[5000]))") == (
+        "ndarray",
+        (10_000,),
+        5001.0,
+    )
+    assert ready.value("type(c.pull('nested', ranks=1)['first'][0]).__name__") == "ndarray"
+    assert ready.value("type(c.run('odd', quiet=True)[0]).__name__") == "ndarray"
+    assert "No module named 'cardpy'" in ready.run("%pull odd --ranks 2 --as-is").traceback
+
+
+def test_foreign_arrays_are_pushed_as_numpy_unless_as_is(ready: Kernel) -> None:
+    ready.ok(f"{LIBRARY}\nmine = cardpy.Array([1, 2, 3])")
+    ready.ok("%push mine")
+    kinds = "dict(c.run('type(mine).__name__', quiet=True).values)"
+    assert set(ready.value(kinds).values()) == {"ndarray"}
+    ready.ok("%push mine --as-is")
+    assert set(ready.value(kinds).values()) == {"Array"}
+    ready.ok("del sys.modules['cardpy']")
+
+
+def _check(kernel: Kernel, seeds: range) -> None:
+    load = f"from tests.support.cases import round_trips as v_trips\nv_seeds = {seeds!r}"
+    kernel.ok(f"%%distributed --ranks 0,1\n{load}\nglobals().update(v_trips.prepare(rank, v_seeds))")
+    kernel.ok(f"{load}\nv_found = v_trips.wrong(v_seeds)", timeout=200)
+    assert kernel.value("v_found") == {}
+    kernel.ok("%%rank 1\nv_pushed = v_trips.wrongly_pushed(globals(), v_seeds)")
+    kernel.ok("%pull v_pushed --ranks 1 --force")
+    differing, count = kernel.value("v_pushed")
+    assert differing == {}
+    assert count > 0.8 * len(seeds)
+    forget = "for v_name in [name for name in globals() if name.startswith('v_')]: del globals()[v_name]"
+    kernel.ok(forget)
+    kernel.ok(f"%%distributed --ranks 0,1\n{forget}")
+
+
+def test_drawn_values_come_back_unchanged_or_are_refused(kernel: Kernel) -> None:
+    _check(kernel, range(20))
+
+
+@pytest.mark.slow
+def test_200_drawn_values_come_back_unchanged_or_are_refused(kernel: Kernel) -> None:
+    for first in range(20, 220, 50):
+        _check(kernel, range(first, first + 50))

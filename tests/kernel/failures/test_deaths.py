@@ -1,4 +1,4 @@
-"""Reports of dead ranks: signal or exit code, line of the cell, last output; a rank's children die with it."""
+"""Reports of dead ranks: signal or exit code, line of the cell, last output; memory that ran out, reached limits."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ from tests.support.processes import ended, until
 
 CGROUP = os.environ.get("AXON_NB_TEST_CGROUP", "")
 """Folder of an empty memory cgroup with a limit, such as 3 GiB, that this user may put processes into."""
+
+TRAIN = """%%distributed
+model = torch.nn.Linear(256, 256)
+optimizer = torch.optim.Adam(model.parameters())
+model(torch.ones(1, 256)).sum().backward()
+optimizer.step()
+def attend():
+    scores = torch.zeros(1 << 20)  # held by this frame alone
+    return torch.empty(1 << 60)"""
+
+SUM = "t = torch.ones(1)\ndist.all_reduce(t)\nt.item(), kept - rank"
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +198,66 @@ def test_rank_killed_by_memory_limit_is_reported_as_such() -> None:
         assert "Replaced rank 1" in kernel.ok("%distributed repair").stdout
         kernel.run("%%distributed\nimport os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
         assert "out of memory" not in kernel.run("%%distributed\n1").traceback
+
+
+def test_rank_without_memory_names_what_holds_it(fresh_cluster: FreshCluster) -> None:
+    kernel = fresh_cluster(2)
+    kernel.ok(TRAIN)
+    text = kernel.run("%%distributed\nif rank == 1:\n    attend()").traceback
+    # 256 x 257 numbers of 4 bytes; Adam has two of each, and two step counters.
+    found = re.search(
+        r"Rank 1 ran out of memory; its tensors took (\S+ MiB) of \S+ GiB: (.*?)\.\s+With FSDP", text, re.S
+    )
+    assert found is not None, text
+    # The copies are those for undo; with them come random states.
+    parts = r"other 4\.0\d MiB, copies 1\.0\d MiB, optimizer 514 KiB, parameters 257 KiB, gradients 257 KiB"
+    assert re.fullmatch(rf"6\.0\d MiB: {parts}", f"{found[1]}: {found[2]}"), text
+    assert "parameters, gradients and optimizer states would take 514 KiB per rank instead of 1.00 MiB." in text
+    assert "ran out of memory" not in kernel.run("%%distributed\nraise ValueError('no memory')").traceback
+    kernel.ok("%%distributed\nmodel(torch.ones(1, 256)).sum().item()")
+
+
+@pytest.fixture(scope="module")
+def gloo() -> Iterator[Kernel]:
+    """A kernel that may open 1024 files, with 2 ranks on Gloo."""
+    with Kernel(env={"AXON_NB_CPU_BACKEND": "gloo"}) as kernel:
+        kernel.ok("import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))")
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+        kernel.ok("%%distributed\nimport os, resource, threading\nkept = rank")
+        yield kernel
+
+
+def test_rank_has_the_hard_open_file_limit(gloo: Kernel) -> None:
+    reply = gloo.ok("%%distributed\nresource.getrlimit(resource.RLIMIT_NOFILE)")
+    assert reply.lines() == ["[ranks 0-1] (4096, 4096)"]
+    assert gloo.value("resource.getrlimit(resource.RLIMIT_NOFILE)") == (1024, 4096)
+
+
+def test_rank_out_of_descriptors_reports_it_and_survives(gloo: Kernel) -> None:
+    lower = "used = len(os.listdir('/proc/self/fd'))\nresource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, 4096))"
+    gloo.ok(f"%%distributed --ranks 1\n{lower}")
+    reply = gloo.run("%%distributed\ndist.new_group([0, 1])")
+    assert "A process group of 2 ranks needs up to 20 more open files" in reply.traceback
+    gloo.ok("%%distributed --ranks 1\nresource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))")
+    gloo.run("%distributed repair")  # refuses if the groups have been rebuilt already
+    assert gloo.ok(f"%%distributed\ndist.new_group([0, 1])\n{SUM}").lines() == ["[ranks 0-1] (2.0, 0)"]
+
+
+WAITS = {
+    "Python": "dist.barrier()",
+    "C++": "model(torch.ones(1, 4)).sum().backward()",
+    "monitored_barrier": "dist.monitored_barrier()",
+}
+
+
+@pytest.mark.parametrize("where", WAITS)
+def test_rank_survives_thread_exhaustion_in_a_failing_cell(gloo: Kernel, where: str) -> None:
+    model = "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))"
+    gloo.ok(f"%%distributed\n{model}\nmodel(torch.ones(1, 4)).sum().backward()")
+    # A stack of 32 TiB: the system refuses each new thread, as it does at a limit of processes.
+    fails = "if rank == 0: raise ValueError('bug')\nold = threading.stack_size(2**45)"
+    reply = gloo.run(f"%%distributed\n{fails}\n{WAITS[where]}")
+    assert "ValueError: bug" in reply.traceback
+    gloo.ok("%%distributed --ranks 1\nthreading.stack_size(old)")
+    gloo.run("%distributed repair")  # refuses if the groups have been rebuilt already
+    assert gloo.ok(f"%%distributed\n{SUM}").lines() == ["[ranks 0-1] (2.0, 0)"]

@@ -52,13 +52,13 @@ SAME = {
 }
 
 IN_OTHER_FILES = {
-    "warnings and logging": "test_lines.py",
-    "exit handlers": "test_exit.py",
-    "widgets and `tqdm.auto`": "test_bars.py",
-    "`clear_output`": "test_bars.py",
-    "output between cells": "test_between_cells.py",
-    "`mp.spawn`, `destroy_process_group()`": "test_launchers.py",
-    "`%run` and `run_cell` that fail": "test_nested_errors.py",
+    "warnings and logging": "test_output.py",
+    "exit handlers": "test_processes.py",
+    "widgets and `tqdm.auto`": "test_output.py",
+    "`clear_output`": "test_output.py",
+    "output between cells": "test_output.py",
+    "`mp.spawn`, `destroy_process_group()`": "test_processes.py",
+    "`%run` and `run_cell` that fail": "test_script_runs.py",
 }
 """Rows whose test needs more than one cell."""
 

@@ -1,10 +1,10 @@
-"""Pipelines continue after a step that failed half-way, including the first."""
+"""Pipelines in cells, and their recovery."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support.kernel import Kernel
+from tests.support.kernel import FreshCluster, Kernel, Reply
 
 PIPELINE = """%%distributed
 import torch.nn as nn
@@ -54,6 +54,77 @@ build()
 good = [run(0), run(1)]
 """
 
+SETUP = """%%distributed
+import time
+import torch.nn as nn
+from axon_nb.parallel import Parallel3D, Pipeline, make_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+meshes = {"pp x dp": make_mesh(pp=2, dp=2), "pp x tp": make_mesh(pp=2, tp=2)}
+
+class Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        blow("forward")
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, grad):
+        blow("backward")
+        return grad
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+    def forward(self, x):
+        return x + Fuse.apply(torch.tanh(self.norm(self.linear(x))))
+
+count = {"forward": 0, "backward": 0}
+
+def blow(where):
+    count[where] += 1
+    if where == armed == "forward" and rank == 2 and count[where] == 3:
+        raise ValueError("bug")
+    if where == armed == "backward" and rank == 1 and count[where] == last_backward:
+        time.sleep(0.3)  # late stages have finished, and their ranks have time to go on
+        raise ValueError("bug")
+
+def build(schedule):
+    global pipe, optimizer
+    torch.manual_seed(7)
+    model = nn.Sequential(*(Block() for _ in range(8)))
+    options = dict(num_microbatches=8, loss=nn.functional.mse_loss)
+    if schedule in meshes:
+        plan = {"*.linear": ColwiseParallel(output_layouts=Replicate())} if "tp" in schedule else None
+        pipe = Parallel3D(model, meshes[schedule], tp_plan=plan, **options)
+    else:
+        pipe = Pipeline.split(model, schedule=schedule, **options)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-2)
+
+def step(number):
+    count.update(forward=0, backward=0)
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(number))
+    optimizer.zero_grad()
+    pipe.step(x, x.flip(0))
+    optimizer.step()
+
+def weights():
+    return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in pipe.parameters()]
+
+armed = ""
+good = {}
+
+def undisturbed(schedule):
+    global last_backward
+    build(schedule)
+    for number in range(3):
+        step(number)
+    good[schedule], last_backward = weights(), count["backward"]
+"""
+SCHEDULES = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "pp x dp", "pp x tp"]
+MORE = ["GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV"]
+
 
 @pytest.mark.parametrize("first", [True, False], ids=["its first step", "a later step"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -66,3 +137,52 @@ def test_pipeline_continues_after_a_failure_in(kernel: Kernel, which: int, where
     assert "ValueError: bug" in reply.traceback
     after = kernel.ok(f"%%distributed\narmed = ''\ntorch.equal(run({which}), good[{which}])")
     assert after.lines() == ["[ranks 0-3] True"]
+
+
+def values(reply: Reply) -> set[str]:
+    """What the ranks gave, however many came together."""
+    return {line.partition("] ")[2] for line in reply.lines()}
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_step_is_rerun_after_a_failure_in(kernel: Kernel, schedule: str, where: str) -> None:
+    made = "isinstance(globals().get('good'), dict)"  # other tests of the session have names of their own
+    if kernel.ok(f"%%distributed\n{made}").lines() != ["[ranks 0-3] True"]:
+        kernel.ok(SETUP, timeout=120)
+    kernel.ok(f"%%distributed\nundisturbed({schedule!r})", timeout=120)
+    kernel.ok(f"%%distributed\nbuild({schedule!r})\nstep(0)")
+    reply = kernel.run(f"%%distributed\narmed = {where!r}\nstep(1)")
+    assert "ValueError: bug" in reply.traceback
+    assert f"[rank {2 if where == 'forward' else 1}]" in reply.traceback
+    kernel.ok("%%distributed\narmed = ''\nstep(1)\nstep(2)")
+    same = f"all(map(torch.equal, weights(), good[{schedule!r}]))"
+    assert values(kernel.ok(f"%%distributed\n{same}")) == {"True"}
+
+
+def test_actions_are_drained_with_stage_and_microbatch(kernel: Kernel) -> None:
+    code = """%%distributed
+import torch.nn as nn
+from axon_nb.parallel import Pipeline
+from axon_nb.records import spans as trace
+pipe = Pipeline.from_modules([nn.Linear(4, 4) for _ in range(4)], num_microbatches=4, loss=nn.functional.mse_loss)
+before = trace.ring.position
+x = torch.ones(8, 4)
+pipe.step(x, x)
+spans = [span for span in trace.ring.since(before)[0] if span.stage == rank]
+(sorted({span.name for span in spans} - {"RECV_F", "RECV_B", "SEND_F", "SEND_B"}), {s.microbatch for s in spans})
+"""
+    assert values(kernel.ok(code)) == {"(['B', 'F'], {0, 1, 2, 3})"}
+
+
+def test_pipeline_with_a_lost_stage_is_reported(fresh_cluster: FreshCluster) -> None:
+    kernel = fresh_cluster(3)
+    code = "from axon_nb.parallel import Pipeline\n"
+    code += "pipe = Pipeline.from_modules([torch.nn.Linear(4, 4) for _ in range(3)])"
+    kernel.ok(f"%%distributed\n{code}")
+    reported = "`pipe` is a pipeline stage"
+    assert reported in kernel.run("%distributed sync pipe").traceback
+    kernel.run("%%distributed\nimport os\nif rank == 2: os._exit(3)\ndist.barrier()")
+    lines = kernel.ok("%distributed repair --from 0").lines()
+    assert "Not copied: `pipe` is a pipeline stage: each rank holds its own." in lines
+    assert lines[-1].startswith("Only rank 2 held stage 2 of 3 (`pipe`): load a checkpoint")

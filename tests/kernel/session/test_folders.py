@@ -1,7 +1,8 @@
-"""Unusual folders: a read-only home, long paths, little shared memory."""
+"""Sessions in unusual surroundings: a read-only home, long paths, little shared memory, other users and programs."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -13,10 +14,24 @@ from pathlib import Path
 import pytest
 
 from tests.support.kernel import Kernel
+from tests.support.processes import footprint, listening
 
 MakeKernel = Callable[..., Kernel]
 
 WORKS = "%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()"
+
+NEIGHBOUR = """
+import encodings.idna, os, socket, struct, sys
+os.setuid(12345)
+held = []
+for port in map(int, sys.argv[1:]):
+    for number in range(40):  # of connections that are to come: the listener keeps them until then
+        held.append(socket.create_connection(("127.0.0.1", port)))
+        held[-1].sendall(struct.pack("=q", number))
+print("connected", flush=True)
+sys.stdin.read()
+"""
+SUM = "t = torch.full((4,), rank + 1.0)\ndist.all_reduce(t, group=t_group)\nt.tolist()"
 
 
 @pytest.fixture
@@ -208,3 +223,60 @@ def test_full_disk_loses_no_state_and_is_reported_by_the_next_start(scratch: Pat
     )
     assert again == "again {0: 0, 1: 1}"
     assert left == f"left [{folder.name!r}]"
+
+
+@pytest.fixture
+def gloo_kernel() -> Iterator[Kernel]:
+    """A kernel with 2 ranks on Gloo."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become another user")
+    with Kernel(env={"AXON_NB_CPU_BACKEND": "gloo"}) as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+        yield kernel
+
+
+def test_groups_reject_connections_of_another_user(gloo_kernel: Kernel) -> None:
+    cluster = footprint(gloo_kernel)
+    processes = [process for process in cluster.processes if process.pid in cluster.ranks]
+    ports = {str(entry.laddr.port) for entry in listening(dataclasses.replace(cluster, processes=tuple(processes)))}
+    assert ports
+    command = [sys.executable, "-c", NEIGHBOUR, *sorted(ports)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as neighbour:
+        assert neighbour.stdout is not None
+        assert neighbour.stdout.readline() == "connected\n"
+        reply = gloo_kernel.run("%%distributed\nt_group = dist.new_group([0, 1])")
+        assert "connections to this rank are from user 12345" in reply.traceback
+        gloo_kernel.ok(f"%%distributed\nt_group = dist.new_group([0, 1])\n{SUM}")
+        assert gloo_kernel.ok(f"%%distributed\n{SUM}").lines() == ["[ranks 0-1] [3.0, 3.0, 3.0, 3.0]"]
+        neighbour.communicate()
+
+
+def test_renamed_cluster_is_found_by_its_new_name(kernel: Kernel) -> None:
+    kernel.ok("import axon_nb")
+    old = kernel.value("axon_nb.current_cluster().name")
+    new = f"{old}-again"
+    try:
+        assert kernel.ok(f"%distributed rename {new}").stdout.strip() == f"The cluster {old!r} is now {new!r}."
+        assert kernel.value("axon_nb.current_cluster().name") == new
+        found = kernel.value(
+            "[one.name for one in __import__('axon_nb.doctor.clusters', fromlist=['_']).find_clusters()]"
+        )
+        assert new in found
+        assert old not in found
+    finally:
+        kernel.ok(f"%distributed rename {old}")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("rename", "the following arguments are required: NEW"),
+        ("rename a/b", "A cluster's name takes letters, digits, `.`, `_` and `-`; got 'a/b'."),
+    ],
+)
+def test_bad_name_is_refused_in_one_sentence(kernel: Kernel, line: str, sentence: str) -> None:
+    assert sentence in kernel.run(f"%distributed {line}").evalue
+
+
+def test_explain_names_the_state(kernel: Kernel) -> None:
+    assert kernel.ok("%distributed explain").stdout.startswith("No cell is running.")

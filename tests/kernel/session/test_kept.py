@@ -1,7 +1,11 @@
-"""Ranks that a notebook left at a kernel restart: nothing but `start` and `stop` ends them."""
+"""Clusters that are kept without their kernel, and kernels that are replaced."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +20,64 @@ LINE = (
     "Reconnected to the cluster 'default' (2 ranks) that this notebook had left running. Its ranks hold kept, numbers."
 )
 TICKS = "import os, time\nprint('go', flush=True)\nwhile not os.path.exists('stop'): time.sleep(0.05)\nprint('ended')"
+
+ROOT = Path(__file__).parents[3]
+
+TESTS = """
+import signal
+import psutil
+import pytest
+from jupyter_client import BlockingKernelClient
+from tests.support.processes import ended, footprint
+
+SLEEP = "%%distributed{}\\nimport time\\nprint('asleep', flush=True)\\ntime.sleep(600)"
+left = []
+
+def works(kernel):
+    assert all(map(ended, left)), "the earlier kernel and its cluster were killed"
+    assert kernel.ok("%%distributed\\n1").lines() == ["[ranks 0-3] 1"]
+    left[:] = [psutil.Process(kernel.pid), *footprint(kernel).processes]
+
+@pytest.fixture
+def asks_at_its_end(shared_kernel):
+    yield
+    shared_kernel.ok("1")
+
+@pytest.fixture
+def fails_to_end():
+    yield
+    raise ValueError("fails to end")
+
+def test_start(monkeypatch, request):
+    def fail(*_, **__):
+        raise TimeoutError("fails to start")
+    monkeypatch.setattr(BlockingKernelClient, "wait_for_ready", fail)
+    request.getfixturevalue("kernel")
+
+def test_background_cell(kernel):
+    works(kernel)
+    kernel.ok(SLEEP.format(" --noblock --out cell"))
+    raise ValueError("leaves a cell in the background")
+
+def test_cell(kernel, asks_at_its_end):
+    works(kernel)
+    signal.setitimer(signal.ITIMER_REAL, 11)  # pytest's limit for the test is near
+    kernel.ok(SLEEP.format(""))
+
+def test_teardown(kernel, fails_to_end):
+    works(kernel)
+    kernel.ok(SLEEP.format(" --noblock --out cell"))
+
+def test_the_last_one(kernel):
+    works(kernel)
+"""
+EXPECTED = [
+    ("ERROR", "teardown", "ValueError: fails to end"),
+    ("FAILED", "background_cell", "ValueError: leaves a cell in the background"),
+    ("FAILED", "cell", "TimeoutError: this cell is not over after 1 s:"),
+    ("FAILED", "start", "TimeoutError: fails to start"),
+]
+"""The summary's lines; a fixture that finds its kernel killed when it ends adds none."""
 
 
 def leave(kernel: Kernel, cell: str = "") -> None:
@@ -112,3 +174,25 @@ def test_no_cluster_message_names_ranks_of_another_kernel(new_kernel: MakeKernel
     assert until(lambda: hint in two.run("%distributed status").evalue)
     assert hint.partition(".")[0] in two.run("%pull x").evalue
     two.ok("%distributed attach alpha\n%distributed stop")
+
+
+@pytest.mark.timeout(600)
+def test_shared_kernel_is_replaced_after_a_failed_test(tmp_path: Path) -> None:
+    file = tmp_path / "test_shared.py"
+    file.write_text(TESTS)
+    plugins = [f"-p{name}" for name in ("no:cacheprovider", "no:xdist", "tests.conftest", "tests.kernel.conftest")]
+    options = ["-c", str(ROOT / "pyproject.toml"), "-q", "-rfE"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *plugins, *options, str(file)],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        timeout=590,
+        check=False,
+    )
+    said = re.findall(r"^(FAILED|ERROR) \S*::test_(\w+) - (.*)$", done.stdout, re.MULTILINE)
+    said = [(kind, test, re.sub(r"after \d+ s", "after 1 s", reason)) for kind, test, reason in said]
+    assert sorted(said) == EXPECTED, done.stdout + done.stderr
+    assert "2 passed" in done.stdout, done.stdout
+    assert "left running" not in done.stdout, done.stdout

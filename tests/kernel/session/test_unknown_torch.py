@@ -1,4 +1,4 @@
-"""Untested versions: those that work have everything; for a torch that lacks a hook, the start says what is lost."""
+"""A torch that nobody has tried, and hooks that are missing: what works on, and what is said."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from axon_nb.engine.self_test.catalog import is_timeout
 from axon_nb.torch_api import TorchApi, adapter_for
 from tests.doctor.command import axon_nb
 from tests.support.kernel import Kernel
+from tests.support.processes import footprint, until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -164,7 +165,7 @@ def _check_doctor(environment: dict[str, str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+def changed_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """A notebook whose torch lacks a hook; its first start tests the versions."""
     folder = tmp_path_factory.mktemp("changed")
     with Kernel(env=_environment(folder, WITHOUT_ARGUMENT + TWO_CHECKS)) as kernel:
@@ -180,12 +181,12 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         yield kernel
 
 
-def test_torch_groups_are_used_and_waits_end_by_timeout(kernel: Kernel) -> None:
-    shown = kernel.ok("%%distributed\ndist.all_reduce(x)\nprint(x.tolist(), type(dist.group.WORLD).__name__)")
+def test_torch_groups_are_used_and_waits_end_by_timeout(changed_kernel: Kernel) -> None:
+    shown = changed_kernel.ok("%%distributed\ndist.all_reduce(x)\nprint(x.tolist(), type(dist.group.WORLD).__name__)")
     assert shown.lines() == ["[ranks 0-1] [2.0, 2.0] ProcessGroup"]
     limit = "dist.group.WORLD._get_backend(torch.device('cpu')).options._timeout"
-    assert kernel.ok(f"%%distributed\nprint({limit})").lines() == ["[ranks 0-1] 0:01:00"]
-    failed = kernel.run("%%distributed\nif rank == 1:\n    raise ValueError('no')\ndist.all_reduce(x)")
+    assert changed_kernel.ok(f"%%distributed\nprint({limit})").lines() == ["[ranks 0-1] 0:01:00"]
+    failed = changed_kernel.run("%%distributed\nif rank == 1:\n    raise ValueError('no')\ndist.all_reduce(x)")
     assert (failed.status, failed.evalue) == ("error", "rank 1: ValueError: no")
     assert failed.stderr.count(f"With torch {CHANGED} groups are not rebuilt") == 1
     assert "released after 60 s" in failed.stderr
@@ -193,8 +194,48 @@ def test_torch_groups_are_used_and_waits_end_by_timeout(kernel: Kernel) -> None:
     assert "repair" not in failed.traceback
 
 
-def test_unsupported_repair_is_reported(kernel: Kernel) -> None:
-    assert kernel.run("%%rank 1\nos._exit(3)").status == "error"
-    refused = kernel.run("%distributed repair")
+def test_unsupported_repair_is_reported(changed_kernel: Kernel) -> None:
+    assert changed_kernel.run("%%rank 1\nos._exit(3)").status == "error"
+    refused = changed_kernel.run("%distributed repair")
     assert refused.evalue.startswith(f"Ranks cannot be replaced with torch {CHANGED}.")
     assert "Run `%distributed restart`" in refused.evalue
+
+
+def test_notebook_kernel_has_the_hooks(kernel: Kernel) -> None:
+    kernel.ok("from axon_nb.records.hooks import missing_hooks")
+    for group in ("front_end.help", "front_end.requests", "session.shutdown", "stop_button.presses"):
+        assert kernel.value(f"missing_hooks({group!r}, kernel=get_ipython().kernel)") == [], group
+    assert kernel.value("missing_hooks('stop_button.shell', shell=get_ipython())") == []
+
+
+def test_ipykernel_and_torch_have_the_hooks_of_ranks(kernel: Kernel) -> None:
+    reply = kernel.ok(
+        "%%distributed --ranks 0\n"
+        "from axon_nb.records.hooks import missing_hooks\nfrom axon_nb.engine import frames\n"
+        "print(missing_hooks('kernel.cells', kernel=get_ipython().kernel), missing_hooks('groups.install'))\n"
+        "print(type(dist.group.WORLD).__name__, 'allreduce' in frames.group_operations(), dist.get_backend())"
+    )
+    assert reply.lines() == ["[rank 0] [] []", "[rank 0] RecoverableGroup True gloo"]
+
+
+def test_rank_looks_at_no_files_of_modules_for_a_debugger(kernel: Kernel) -> None:
+    reply = kernel.ok(
+        "%%distributed --ranks 0\nimport sys\nfrom ipykernel import ipkernel\n"
+        "print(get_ipython().kernel._kernel_modules, ipkernel.sys is sys)"
+    )
+    assert reply.lines() == ["[rank 0] [] True"]
+
+
+def test_restart_and_shutdown_are_distinguished(kernel: Kernel) -> None:
+    code = "get_ipython().kernel.do_shutdown.__module__"
+    assert kernel.ok(code).result == "'axon_nb.cluster.session.current'"
+
+
+def test_shutdown_stops_the_ranks_without_the_hook(new_kernel: Callable[..., Kernel]) -> None:
+    kernel = new_kernel()
+    kernel.ok("own = get_ipython().kernel\nfull = own.do_shutdown\nown.do_shutdown = lambda again: full(again)")
+    kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+    assert kernel.ok("own.do_shutdown.__name__").result == "'<lambda>'"
+    left = footprint(kernel)
+    kernel.shutdown()
+    assert until(left.gone)

@@ -1,17 +1,21 @@
-"""`%timeline` on real ranks: recording while the view is open, exports, the saved picture, and cleanup."""
+"""`%timeline` in a notebook, late ranks in it, and advice on what it shows."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kernel.cells.labelled import ranks_of
 from tests.support.browser.page_messages import CLOSE_PANELS
-from tests.support.kernel import Kernel
-from tests.support.processes import until
+from tests.support.kernel import FreshCluster, Kernel
+from tests.support.processes import footprint, until
 
 TRAIN = """%%distributed
 import torch.nn as nn
@@ -53,6 +57,38 @@ from torch.nn.modules import module as torch_modules
 from axon_nb.records.hooks import missing_hooks
 is_wrapped = hasattr(torch.autograd.backward, '__wrapped__')
 print(len(torch_modules._global_forward_pre_hooks), is_wrapped, missing_hooks("inspection.backward_spans"))"""
+
+LATE = 2
+RANKS_OF_CELL = (
+    "t_frame = axon_nb.show.timeline().to_frame()\nt_frame = t_frame[t_frame.kind == 'cell']\n"
+    "print(sorted(set(t_frame[t_frame.name == {!r}]['rank'])))"
+)
+"""The ranks of which the timeline has a cell."""
+
+DEFINE = """%%distributed
+import gc, time
+class Examples(torch.utils.data.Dataset):
+    def __init__(self, seconds):
+        self.seconds = seconds
+    def __len__(self):
+        return 64
+    def __getitem__(self, number):
+        time.sleep(self.seconds)
+        return torch.ones(16)
+def train(seconds, after=lambda: None):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = iter(torch.utils.data.DataLoader(Examples(seconds)))
+    for step in range(5):
+        model(next(batches)).sum().backward()
+        after()
+        optimizer.step()
+        optimizer.zero_grad()"""
+PLANTED = {
+    "train(0.2)": "for their DataLoader.",
+    "train(0.3 if rank == 2 else 0.0)": "Rank 2 is a straggler: it waits for its data,",
+    "train(0.0, lambda: time.sleep(0.3 if rank == 1 else 0.0))": "Rank 1 is a straggler: it runs code of its own,",
+}
 
 
 @pytest.fixture(scope="module")
@@ -219,3 +255,120 @@ def test_watched_cell_timeline_becomes_a_picture(ready: Kernel) -> None:
     assert "data:image/svg+xml;base64," in shown()["text/html"]
     assert until(lambda: "forward" in shown()["text/plain"].splitlines()[1])
     assert ready.ok("%%distributed\n'goes on'").lines() == ["[ranks 0-3] 'goes on'"]
+
+
+@pytest.fixture(scope="module")
+def ranks(shared_kernel: Kernel) -> Iterator[tuple[int, ...]]:
+    """The processes of 4 ranks."""
+    shared_kernel.ok("import axon_nb")
+    yield footprint(shared_kernel).ranks
+    shared_kernel.ok(CLOSE_PANELS)
+
+
+def shown(kernel: Kernel, command: str) -> str:
+    """The words of what a command shows, without those of panels that are open and follow each cell."""
+    kernel.ok(CLOSE_PANELS)
+    reply = kernel.ok(command)
+    return "\n".join([reply.stdout, reply.result, *(bundle.get("text/plain", "") for bundle in reply.displays)])
+
+
+VIEWS = {
+    "%watch": (rf"^  rank {LATE}: does not reply$", rf"^  rank {LATE}: idle;"),
+    "%distributed status": (rf"^ +{LATE} .* does not reply ", rf"^ +{LATE} .* idle "),
+    "%distributed stacks": (r"^\[ranks? \S+\] does not reply: it is in C code", r"^\[ranks? \S+\] idle$"),
+}
+"""The line about rank 2 while it does not answer, and then; `stacks` puts equal lines of several ranks together."""
+
+
+@pytest.mark.parametrize("command", VIEWS)
+def test_unresponsive_rank_is_named_until_it_replies(
+    shared_kernel: Kernel, ranks: tuple[int, ...], command: str
+) -> None:
+    late, there = VIEWS[command]
+    said = [""]
+
+    def says(pattern: str) -> bool:
+        # Only of rank 2: a busy machine may make another rank late, too.
+        said[0] = shown(shared_kernel, command)
+        lines = [line for line in said[0].splitlines() if re.search(pattern, line)]
+        return any(not line.startswith("[") or LATE in ranks_of(line) for line in lines)
+
+    os.kill(ranks[LATE], signal.SIGSTOP)
+    try:
+        # The first look says it already, and later ones have less time: one that is silent for long is disconnected.
+        assert until(lambda: says(late), timeout=25), said
+    finally:
+        os.kill(ranks[LATE], signal.SIGCONT)
+    assert until(lambda: says(there)), said
+
+
+def test_spans_of_an_unresponsive_rank_arrive_later(shared_kernel: Kernel, ranks: tuple[int, ...]) -> None:
+    shared_kernel.ok(CLOSE_PANELS)  # one that is open would fetch the spans before they are asked for
+    shared_kernel.ok("%%distributed --quiet\ndist.barrier()")
+    name = f"In [{shared_kernel.value('len(In)') - 2}]"
+    command = RANKS_OF_CELL.format(name)
+
+    def ranks_of_it() -> set[int]:
+        return set(json.loads(shared_kernel.ok(command).stdout))
+
+    os.kill(ranks[LATE], signal.SIGSTOP)
+    try:
+        # Not of all others: a busy machine may make another rank late, too.
+        assert until(lambda: (found := ranks_of_it()) and LATE not in found, timeout=25)
+    finally:
+        os.kill(ranks[LATE], signal.SIGCONT)
+    assert until(lambda: ranks_of_it() == {*range(4)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["%memory layer", "%shards layer"])
+def test_model_views_name_an_unresponsive_rank(fresh_cluster: FreshCluster, command: str) -> None:
+    """They wait for 10 s, and do so several times, as a rank may have to look through a large model."""
+    kernel = fresh_cluster(3)
+    kernel.ok("%%distributed --quiet\nlayer = torch.nn.Linear(4, 2)")
+    late = footprint(kernel).ranks[1]
+    os.kill(late, signal.SIGSTOP)
+    try:
+        assert "Rank 1 did not reply." in shown(kernel, command)
+    finally:
+        os.kill(late, signal.SIGCONT)
+    assert until(lambda: "not reply" not in shown(kernel, command))
+    kernel.ok(CLOSE_PANELS)
+
+
+@pytest.fixture(scope="module")
+def ready_for_advice(shared_kernel: Kernel) -> Iterator[Kernel]:
+    shared_kernel.ok(DEFINE)
+    yield shared_kernel
+    shared_kernel.ok(CLOSE_PANELS)
+
+
+def advice(kernel: Kernel) -> tuple[str, str]:
+    """As text and as HTML."""
+    bundle = kernel.ok("%timeline --advise").displays[-1]
+    return bundle["text/plain"], bundle["text/html"]
+
+
+@pytest.mark.parametrize("cell", PLANTED)
+def test_planted_cost_is_named_first(ready_for_advice: Kernel, cell: str) -> None:
+    ready_for_advice.ok("%timeline")
+    shown: list[tuple[str, str]] = []
+
+    def is_named() -> bool:  # a rank that is asked too late records too little
+        ready_for_advice.ok(f"%%distributed\n{cell}")
+        shown.append(advice(ready_for_advice))
+        first = shown[-1][0].splitlines()[1]
+        return first.startswith("  1. ") and PLANTED[cell] in first
+
+    assert until(is_named, timeout=120), shown[-1]
+    text, html = shown[-1]
+    assert text.startswith("Advice on the last 4 steps of In [")
+    assert "less then." in text
+    assert PLANTED[cell] in html
+
+
+def test_advice_without_a_step_says_what_to_do(ready_for_advice: Kernel) -> None:
+    ready_for_advice.ok("%%distributed\nnumber = 1")
+    cell = ready_for_advice.value("len(get_ipython().history_manager.input_hist_parsed) - 2")
+    reply = ready_for_advice.run(f"%timeline --advise --cell {cell}")
+    assert "no training step is recorded. Open `%timeline`, run a cell" in reply.evalue

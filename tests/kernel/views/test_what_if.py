@@ -1,17 +1,21 @@
-"""*What if* on real ranks: how each model is trained, and simulated beside measured memory."""
+"""`%memory` and planned programs in a notebook: questions, names, and cells that are planned."""
 
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from axon_nb import plan
+from axon_nb.parallel.models import GPTConfig
 from tests.support.browser.page_messages import CLOSE_PANELS, model_of, send_from_page
 from tests.support.kernel import Kernel
 
 pytestmark = pytest.mark.timeout(1200)
+
 LIMIT_S = 400.0
 """Of a cell that waits for a simulation, which by itself gives up after 150 s."""
 
@@ -64,6 +68,50 @@ def t_until(condition, limit=360):
 def t_wait(reached):
     t_until(lambda: reached(t_panel.what_if.state))
     return to_builtins(t_panel.what_if.state)"""
+
+SETUP = """%%distributed
+from types import SimpleNamespace
+from torch import nn
+from axon_nb.parallel import FSDP, Pipeline
+from axon_nb.parallel.models import GPT, GPTConfig
+config = GPTConfig(vocab=64, context=16, hidden=32, heads=4, blocks=8)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    def forward(self, x):
+        return self.inner(x)
+net = Net()
+gpt = GPT(config)
+trainer = SimpleNamespace(model=FSDP(GPT(config)))
+pipe = Pipeline.split(GPT(config))
+number = 3
+if rank == 2: alone = nn.Linear(8, 8)
+"""
+
+PLANNED_SETUP = """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+width = 64
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.layer(x)
+"""
+CELL = """%%plan -n 64 --card h100 --out planned
+model = DistributedDataParallel(Net().to(device), device_ids=[local_rank])
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    model(torch.randn(8, width, device=device)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -222,3 +270,73 @@ def test_what_if_of_a_pipeline_is_simulated(ready: Kernel) -> None:
     ask(ready, panel, {"world_size": "5"})
     ready.ok("t_state = t_wait(lambda state: state.error)", timeout=LIMIT_S)
     assert "must be a multiple of 2" in reported(ready, "t_state")["error"]
+
+
+@pytest.fixture(scope="module")
+def planner(shared_kernel: Kernel) -> Kernel:
+    shared_kernel.ok(SETUP)
+    shared_kernel.ok("from axon_nb import plan")
+    return shared_kernel
+
+
+def test_model_on_the_ranks_is_planned_by_name(planner: Kernel) -> None:
+    has_torch = "'torch' in __import__('sys').modules"
+    before = planner.value(has_torch)  # tests of this session may have loaded it
+    planner.ok("planned = plan.memory('trainer.model', 64, device='cpu', batch=2)", timeout=500)
+    config = GPTConfig(vocab=64, context=16, hidden=32, heads=4, blocks=8)
+    formula = plan.memory(config, 64, device="cpu", method="closed_form")
+    assert planner.value("planned.model, planned.num_parameters") == ("GPT", formula.num_parameters)
+    assert planner.value("planned.worst.persistent.model_states") == formula.worst.persistent.model_states
+    assert planner.value("planned.method") == "simulated with 4 and 5 of 8 equal blocks, extrapolated"
+    assert planner.value(has_torch) == before
+
+
+@pytest.mark.parametrize(("name", "elements"), [("net", 280), ("trainer.model.module.head", 2112), ("alone", 72)])
+def test_modules_of_every_rank_can_be_named(planner: Kernel, name: str, elements: int) -> None:
+    planner.ok("from axon_nb.plan.models import sendable_model")
+    factory = pickle.loads(planner.value(f"sendable_model({name!r}).factory"))
+    assert sum(parameter.numel() for parameter in factory().parameters()) == elements
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("modle", "'modle' does not exist (name 'modle' is not defined)"),
+        ("gpt.head.nothing", "'gpt.head.nothing' does not exist ('Head' object has no attribute 'nothing')"),
+        ("number", "number must be a torch.nn.Module; it has type int."),
+        ("pipe", "A Pipeline holds only its own rank's stages: call plan.capture(model) before wrapping it"),
+    ],
+)
+def test_unusable_names_get_one_sentence(planner: Kernel, name: str, sentence: str) -> None:
+    reply = planner.run(f"plan.memory({name!r}, 64)")
+    assert reply.ename == "PlanError"
+    assert sentence in reply.evalue
+    assert len(reply.evalue) < 400
+
+
+def test_cell_is_planned_with_notebook_variables(kernel_for_clusters: Kernel) -> None:
+    kernel = kernel_for_clusters
+    kernel.ok(PLANNED_SETUP)
+    reply = kernel.ok(CELL)
+    text = "\n".join(bundle.get("text/plain", "") for bundle in reply.displays)
+    assert "on 64 ranks of h100" in text
+    assert "]:2 model = DistributedDataParallel" in text  # as the notebook numbers the lines
+    assert "all_reduce" in text
+    assert any("application/vnd.jupyter.widget-view+json" in bundle for bundle in reply.displays)  # the timeline
+    assert kernel.value("[one.ranks == tuple(range(64)) for one in planned.ranks]") == [True]
+    assert kernel.value("'model' in globals() or torch.distributed.is_initialized()") is False
+
+
+def test_unplannable_cell_reports_cause(kernel_for_clusters: Kernel) -> None:
+    kernel = kernel_for_clusters
+    kernel.ok(f"{PLANNED_SETUP}\nimport threading\nlock = threading.Lock()")
+    for cell, said in (
+        ("%%plan -n 2\nif torch.ones(3).sum() > 2:\n    pass", "Line 2 of In ["),
+        ("%%plan -n 2\nlock.acquire()", "The cell uses 'lock'"),
+        ("%%plan -n 2 --card b1000\n1", "device must be one of"),
+        ("%%plan -n 2\n# nothing", "%%plan needs the code that trains"),
+        ("%%plan\n1", "-n"),
+    ):
+        reply = kernel.run(cell)
+        assert not reply.ok
+        assert said in reply.evalue, (cell, reply.evalue)

@@ -17,8 +17,12 @@ import numpy as np
 import pytest
 import torch
 
+from axon_nb.comm.collectives.arguments import prepare_move
 from axon_nb.engine.snapshot.history import History
 from axon_nb.engine.snapshot.memory import HostMemory
+from axon_nb.engine.values import tensor_bytes
+from axon_nb.parallel.checkpoint.saving import _bytes
+from axon_nb.shell.value_pickle import pack, unpack
 from tests.unit.engine.test_snapshot import ENOUGH, Counts
 
 RESTORED = """
@@ -371,3 +375,23 @@ def test_drawn_types_are_restored_or_named() -> None:
 def test_many_drawn_types_are_restored_or_named() -> None:
     changed, restored = check(range(40, 240))
     assert changed > restored > 25
+
+
+def _packed(tensor: torch.Tensor) -> bytes:
+    found: Any = unpack([bytearray(part) for part in pack(tensor)])
+    return bytes(found.clone().view(torch.uint8).numpy())
+
+
+WAYS: dict[str, Callable[[torch.Tensor], bytes]] = {
+    "digest of a variable": tensor_bytes,
+    "push and pull": _packed,
+    "checkpoint": lambda tensor: bytes(_bytes(tensor)),
+    "collective": lambda tensor: bytes(prepare_move(tensor).buffer.numpy()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_single_element_of_any_stride_is_sent_as_bytes(way: str) -> None:
+    tensor = torch.arange(16, dtype=torch.int16)[8::8]
+    assert tensor.stride() == (8,)
+    assert WAYS[way](tensor) == bytes([8, 0])

@@ -1,13 +1,18 @@
-"""The card of a failed cell: cause first, the user's line, what each rank did, what is kept, what to run next."""
+"""The card of a failed cell, and the reports of `watch_numbers` and `--compare`."""
 
 from __future__ import annotations
 
+import base64
+import math
 import re
 from html import unescape
 from html.parser import HTMLParser
 
+from axon_nb.cluster.branches import Branch, Branches
+from axon_nb.cluster.comparison import Finding, Verdict
+from axon_nb.cluster.divergence import NumbersFinding, NumbersVerdict
 from axon_nb.cluster.failures import Failure, Kept, RankError, cell_error, failure_line
-from axon_nb.widgets.reports import failure_card
+from axon_nb.widgets.reports import branches_bundle, comparison_bundle, divergence_bundle, failure_card
 
 CODE = """# %%distributed
 x = torch.ones(3)
@@ -23,6 +28,11 @@ TRACEBACK = (
 )
 RAISED = RankError(1, "raised", "RuntimeError", "sizes <3> and 4 differ", TRACEBACK)
 WAITED = RankError(0, "aborted", "", "waited in barrier at line 7")
+
+DIFFERS = NumbersFinding(
+    "weight", "0.bias", where="line 4", optimizer=0, step=3, problem="differs", ranks=(1,), others=(0, 2), can_undo=True
+)
+WRONG = Finding("0", "Linear", "the output", "forward", 0, (1,), 0.1, 1e-6, "scaled", "Use `world_size`, not <2>.")
 
 
 class Words(HTMLParser):
@@ -156,3 +166,34 @@ def test_reports_of_ranks_are_escaped() -> None:
 
 def test_key_error_is_named_with_its_key() -> None:
     assert card(RankError(1, "raised", "KeyError", "2")).text[:2] == ["Rank 1 raised KeyError", "KeyError: 2"]
+
+
+def test_commands_in_advice_are_code() -> None:
+    for bundle, code in (
+        (divergence_bundle(NumbersVerdict(DIFFERS, 4, (0, 1, 2), 4)), "%distributed undo"),
+        (comparison_bundle(Verdict(WRONG, {}, (), ())), "world_size"),
+    ):
+        page = bundle["text/html"]
+        assert f">{code}</code>" in page
+        assert "`" not in page
+        assert f"`{code}`" in bundle["text/plain"]
+    assert "not &lt;2&gt;." in page
+
+
+def test_curves_keep_the_scale_of_the_runs_that_stay_finite() -> None:
+    def run(value: str, *losses: float) -> Branch:
+        return Branch(value, "ok", curves={"loss": tuple(enumerate(losses))})
+
+    good, poor = run("0.1", 10.0, 1.0, 0.1), run("0.01", 10.0, 8.0, 6.0)
+    diverged = run("9", 10.0, 1e5, 1e30, math.nan)
+    page = branches_bundle(Branches("lr", [good, poor, diverged], kept="0.1"))["text/html"]
+    alone = branches_bundle(Branches("lr", [good, poor]))["text/html"]
+    curves, drawn_alone = (re.findall(r'<img alt="([^"]*)" src="([^"]*)"', text) for text in (page, alone))
+    assert curves[:2] == drawn_alone
+    assert curves[2][0] == "loss from 10 to nan"
+    drawn = base64.b64decode(curves[2][1].partition(",")[2]).decode()
+    assert "<path" in drawn, "the arrow where it leaves"
+    assert len(re.findall(r"[\d.]+,[\d.]+", drawn.partition("points=")[2].partition("fill")[0])) == 2, "it ends there"
+    assert ">diverged<" in page
+    assert '✓ 0.1</th><td style="' in page
+    assert '<b style="font-weight:600">finished, kept</b>' in page

@@ -1,9 +1,10 @@
-"""The palette keeps its promises: contrast to the page, and differences that four kinds of eyes can see."""
+"""Saved pictures are readable on light and dark pages, by four kinds of eyes and by screen readers."""
 
 from __future__ import annotations
 
 import itertools
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,20 @@ from axon_nb.records.colors import KINDS, RANKS, ROLES, STATES, Color, contrast
 from axon_nb.records.memory import ROLES as MEMORY_ROLES
 from axon_nb.records.telemetry import Activity
 from axon_nb.widgets import assets
-from axon_nb.widgets.html import ACTIVITIES, ACTIVITY_CODES, SPAN_PAINTS, palette_css, rank_color, text_color
+from axon_nb.widgets.cell.activity import swatch_svg as activity_swatch
+from axon_nb.widgets.html import (
+    ACTIVITIES,
+    ACTIVITY_CODES,
+    SPAN_PAINTS,
+    ActivityPaint,
+    SpanPaint,
+    palette_css,
+    rank_color,
+    text_color,
+)
+from axon_nb.widgets.memory.view import role_swatch
+from axon_nb.widgets.timeline.page import swatch_svg as span_swatch
+from tests.support.records.saved_views import VIEWS
 
 STATIC = Path(assets.__file__).parent / "static"
 PAGES = {"light": ["#FFFFFF"], "dark": ["#111111"], "both": ["#FFFFFF", "#111111"]}
@@ -36,6 +50,8 @@ TO_LAB: Matrix = (
     (1.9779984951, -2.4285922050, 0.4505937099),
     (0.0259040371, 0.7827717662, -0.8086757660),
 )
+
+FORM_ROLES = ("parameters", "gradients", "optimizer", "buffers", "activations", "other", "resident")
 
 
 def times(matrix: Matrix, vector: list[float]) -> list[float]:
@@ -169,3 +185,56 @@ def test_style_sheets_use_colours_that_exist() -> None:
         text = path.read_text(encoding="utf-8")
         used = set(re.findall(r"var\(--axon-([\w-]+)", text))
         assert used - known - {"row"} == set(), path.name
+
+
+@pytest.mark.parametrize("paint", [*SPAN_PAINTS, *ACTIVITIES], ids=lambda paint: paint.label)
+def test_pictures_have_the_colours_for_both_pages(paint: SpanPaint | ActivityPaint) -> None:
+    swatch = span_swatch(paint) if isinstance(paint, SpanPaint) else activity_swatch(paint)
+    assert paint.color.both in swatch
+
+
+@pytest.mark.parametrize("role", FORM_ROLES)
+def test_roles_have_the_colours_for_both_pages(role: str) -> None:
+    assert ROLES[role].both in role_swatch(role)
+
+
+def test_waiting_differs_from_work_without_colour() -> None:
+    forms = {paint.kind: paint.form for paint in SPAN_PAINTS}
+    assert [kind for kind, form in forms.items() if form == "wait"] == ["wait"]
+    drawn = span_swatch(next(paint for paint in SPAN_PAINTS if paint.kind == "wait"))
+    assert "fill-opacity" in drawn
+    assert "stroke-width" in drawn, "pale, with a line at its foot"
+
+
+class Images(HTMLParser):
+    """Collects the text alternatives of pictures, and what is needed from elsewhere."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.alternatives: list[str | None] = []
+        self.elsewhere: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.tags.add(tag)
+        if tag == "img":
+            self.alternatives.append(found.get("alt"))
+        for name in ("src", "href"):
+            if (value := found.get(name)) and not value.startswith("data:"):
+                self.elsewhere.append(value)
+
+
+@pytest.mark.parametrize("view", sorted(VIEWS))
+def test_saved_views_have_words_for_pictures_and_need_nothing_from_elsewhere(view: str) -> None:
+    bundle = VIEWS[view]()
+    assert set(bundle) == {"text/html", "text/plain"}
+    images = Images(bundle["text/html"])
+    assert images.alternatives
+    assert None not in images.alternatives
+    assert any(images.alternatives), "a picture of the facts has words; a sample in the legend has none"
+    assert images.elsewhere == []
+    assert "table" in images.tags
+    assert not images.tags & {"script", "svg", "canvas", "iframe", "link", "style"}
+    assert len(bundle["text/plain"].splitlines()) > 1

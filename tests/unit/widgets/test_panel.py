@@ -1,11 +1,14 @@
-"""How often ranks are asked follows from what their answers cost."""
+"""Panels: loaded when they are asked for, and how often they ask ranks."""
 
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 
+import axon_nb.widgets
 from axon_nb.records.telemetry import TICK_S, seconds_to_tick
 from axon_nb.widgets.panel import PollSchedule
 
@@ -29,3 +32,17 @@ def test_views_poll_at_the_same_times() -> None:
             assert 0 < wait <= schedule.interval_s
             assert (now + wait) / TICK_S == pytest.approx(round((now + wait) / TICK_S))
     assert seconds_to_tick(1.0, now=7.0, late_s=0.25) == pytest.approx(0.25)
+
+
+def test_import_loads_no_widget() -> None:
+    code = "import sys, axon_nb.widgets; assert not {'anywidget', 'ipywidgets', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_names_are_those_of_their_modules() -> None:
+    from axon_nb.widgets.cell.views import RankStrip
+
+    assert dir(axon_nb.widgets) == sorted(axon_nb.widgets.__all__)
+    assert axon_nb.widgets.RankStrip is RankStrip
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = axon_nb.widgets.nothing

@@ -1,4 +1,4 @@
-"""`--hosts ssh:NAME`: a real sshd in a network namespace starts the agent of the second host."""
+"""`--hosts ssh:NAME`: a real sshd in a network namespace starts the agent of the second host, with its own clock."""
 
 from __future__ import annotations
 
@@ -11,11 +11,25 @@ import pytest
 
 from axon_nb.records.protocol.wire import PROTOCOL
 from tests.cluster.launch.hosts.ssh_server import SshServer
-from tests.cluster.launch.second_host import FAR_HOST, Network
+from tests.cluster.launch.second_host import (
+    FAR_HOST,
+    HERE_IN_OTHER_TIME,
+    Network,
+    one_clock_only,
+    start_with_joined_host,
+)
 from tests.support.processes import until
 from tests.support.script import ROOT, Script, command_lines, family
 
 ALL_REDUCE = "t = torch.ones(1); dist.all_reduce(t); (globals().get('kept'), t.item())"
+
+_SPANS = """
+table = c.spans.recorded()
+calls = {}
+for span in table.spans():
+    if span.kind == "collective" and span.name == "all_reduce":
+        calls.setdefault(span.sequence, []).append((span.start_ns, span.end_ns))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +159,24 @@ def test_host_that_cannot_join_is_named_with_the_fix(
         assert "a firewall closes the port. Open it, or run `%distributed start --hosts` again." in message
     finally:
         server.configure()
+
+
+def test_collectives_of_both_hosts_overlap_and_the_timeline_says_how_well(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    if reason := one_clock_only():
+        pytest.skip(reason)
+    with Script(tmp_path_factory.mktemp("clocks")) as script:
+        script.ok(start_with_joined_host(HERE_IN_OTHER_TIME, "lo"), timeout=230)
+        script.ok("c.run('for _ in range(20): dist.all_reduce(torch.ones(3))')")
+        script.ok(_SPANS)
+        assert script.value("sorted(set(map(len, calls.values())))") == [4]
+        assert script.value("len(calls)") >= 20
+        late_ns = script.value("max(max(s for s, _ in ends) - min(e for _, e in ends) for ends in calls.values())")
+        assert late_ns < 1e6  # no rank leaves before the last one has entered
+        assert 0 < script.value("table.clock_error_ns") < 1e8
+        script.ok("from axon_nb.widgets.timeline.page import timeline_bundle")
+        assert "The clocks of the hosts agree to ± " in script.value(
+            "timeline_bundle(table, range(4), title='')['text/plain']"
+        )
+        script.ok("c.stop()")

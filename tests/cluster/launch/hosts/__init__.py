@@ -1,1 +1,0 @@
-"""Agents on other hosts that programs such as ssh and srun start."""

@@ -1,1 +1,0 @@
-"""Cells that are taken back, and runs from the same state."""

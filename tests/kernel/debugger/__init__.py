@@ -1,1 +1,0 @@
-"""Debuggers on ranks, driven by the notebook's input."""

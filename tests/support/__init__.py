@@ -1,1 +1,0 @@
-"""What tests of several folders share: kernels, ranks, scripts, agents, browser pages."""
