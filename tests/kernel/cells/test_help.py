@@ -82,7 +82,7 @@ def test_every_magic_has_a_docstring_with_an_example(kernel: Kernel) -> None:
     {
         "%distributed statsu": "has no command 'statsu': did you mean `%distributed status`?",
         "%distributed repiar": "did you mean `%distributed repair`?",
-        "%distributed xyzzy": "use one of start, status",
+        "%distributed xyzzy": "has no command 'xyzzy': `%distributed help` lists all.",
         "%distributed start --devcies cpu": "%distributed start has no '--devcies'; did you mean --devices?",
         "%distributed seed 0 --per-ranks": "did you mean --per-rank?",
         "%push t_x --rank 0": "%push has no '--rank'; did you mean --ranks?",
