@@ -152,8 +152,8 @@ def _changes(state: WhatIfState, scale: Scale) -> list[dict[str, Any]]:
     return [
         {
             "role": role,
-            "now": scale.number(now.get(role, 0)),
-            "then": scale.number(then.get(role, 0)),
+            "now": scale.number(now.get(role, 0), then.get(role, 0)),
+            "then": scale.number(then.get(role, 0), now.get(role, 0)),
             "change": f"{'+' if change > 0 else '−'}{scale.number(abs(change))}" if change else "–",
             "share": abs(change) / most,
             "isLess": change < 0,
