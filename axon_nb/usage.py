@@ -35,7 +35,7 @@ class ProgramCommand(Struct, frozen=True):
 
 
 def unknown_command(program: str, word: str, commands: Iterable[str]) -> UsageError:
-    """Create the error for an unknown subcommand; it suggests the closest one, or lists all.
+    """Create the error for an unknown subcommand; it suggests the closest one, or says what lists all.
 
     Args:
         program: The program or magic, such as ``%distributed`` or ``axon-nb``.
@@ -46,7 +46,8 @@ def unknown_command(program: str, word: str, commands: Iterable[str]) -> UsageEr
     if not word:
         return UsageError(f"{program} needs a command: one of {', '.join(names)}.")
     close = difflib.get_close_matches(word, names, n=1)
-    hint = f"did you mean `{program} {close[0]}`?" if close else f"use one of {', '.join(names)}."
+    overview = "help" if program.startswith("%") else "--help"
+    hint = f"did you mean `{program} {close[0]}`?" if close else f"`{program} {overview}` lists all."
     return UsageError(f"{program} has no command {word!r}: {hint}")
 
 

@@ -117,7 +117,7 @@ class Finding(Struct, frozen=True):
         what = f"{self.what[0].upper()}{self.what[1:]} of {self.name or 'the model'}{kind}{call}"
         return (
             f"{what} is the first that differs from one rank, on {name_ranks(self.ranks)}: relative error "
-            f"{self.relative:.2g}, allowed {self.allowed:.2g}. {self.explanation}"
+            f"{self.relative:.2g}, of which rounding explains {self.allowed:.1g} at most. {self.explanation}"
         )
 
 

@@ -491,7 +491,7 @@ def _of(name: str) -> Setting:
     known = Settings.known()
     if name not in known:
         close = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"it must be one of {', '.join(known)}."
+        hint = f"did you mean {close[0]}?" if close else "run `%distributed config` to see all, with what they do."
         raise UsageError(f"%distributed config has no setting {name!r}: {hint}")
     return known[name]
 

@@ -21,6 +21,7 @@ from axon_nb.records.ranks import name_ranks
 from axon_nb.widgets.html import (
     CELL,
     MUTED,
+    WRAPPED_CELL,
     data_cells,
     figure,
     note_lines,
@@ -120,18 +121,18 @@ def _computed(place: RecordedPlace) -> str:
     return f"{place.split} split over {name_ranks(place.ranks)}" if place.ranks else "whole on each rank"
 
 
-def _chips(place: RecordedPlace) -> str:
-    """Return the ranks that computed it, each in its colour, and what they split."""
-    if not place.ranks:
-        return f'<td style="{CELL};{MUTED}">whole on each</td>'
-    return f'<td style="{CELL}">{"".join(map(_chip, place.ranks))} <span style="{MUTED}">{place.split}</span></td>'
+def _title(place: RecordedPlace) -> str:
+    """Return the title of a row: the place, and the ranks that split it, each in its colour."""
+    split = f"{place.split} by rank {' '.join(_chip(rank, str(rank)) for rank in place.ranks)}" if place.ranks else ""
+    words = f' <span style="font-weight:400;white-space:nowrap;{MUTED}">{split}</span>' if split else ""
+    return row_title(f"{escape(place.name)}{words}", f"{WRAPPED_CELL};overflow-wrap:anywhere;min-width:150px")
 
 
-def _chip(rank: int) -> str:
+def _chip(rank: int, text: str) -> str:
     color = rank_color(rank).both
     return (
-        f'<span title="rank {rank}" style="display:inline-block;min-width:16px;text-align:center;border-radius:3px;'
-        f'margin-right:2px;font-size:85%;background:{color};color:{text_color(color)}">{rank}</span>'
+        f'<span title="rank {rank}" style="padding:0 4px;border-radius:3px;font-size:85%;background:{color};'
+        f'color:{text_color(color)}">{text}</span>'
     )
 
 
@@ -146,7 +147,7 @@ def _titles(words: Sequence[str], count: int, starts: Sequence[int]) -> str:
             f'text-align:center;vertical-align:bottom;{_edge(position, starts)}">'
             f'<span style="{turned}white-space:pre">{escape(word)}</span></th>'
         )
-    return table_row(f'<th style="{CELL}"></th>', f'<th style="{CELL};font-weight:normal">computed by</th>', *cells)
+    return table_row(f'<th style="{CELL}"></th>', *cells)
 
 
 def _word(text: str) -> str:
@@ -194,10 +195,16 @@ def _norms(places: Sequence[RecordedPlace], words: Sequence[str], starts: Sequen
                 _shaded(text, f"{place.name}, position {position}: {norm:.4g}", share, _edge(position, starts))
             )
         cells += ["<td></td>"] * (count - len(cells))
-        return table_row(row_title(escape(place.name)), _chips(place), *cells)
+        return table_row(_title(place), *cells)
 
     rows = [row(place) for place in shown]
-    return _grid("norms by token; deeper is larger, on a log scale", words, rows, count, starts)
+    span = f"{math.exp(low):.2g} to {math.exp(high):.2g}"
+    title = f"norms by token, from {span}: deeper is larger, on a log scale{_calls(starts)}"
+    return _grid(title, words, rows, count, starts)
+
+
+def _calls(starts: Sequence[int]) -> str:
+    return "; a line begins the next call" if any(starts) else ""
 
 
 def _lens(places: Sequence[RecordedPlace], words: Sequence[str], starts: Sequence[int]) -> str:
@@ -206,8 +213,7 @@ def _lens(places: Sequence[RecordedPlace], words: Sequence[str], starts: Sequenc
         return ""
     rows = [
         table_row(
-            row_title(escape(place.name)),
-            _chips(place),
+            _title(place),
             *(
                 _shaded(_word(word), f"{word!r}: {share:.0%}", share, _edge(position, starts))
                 for position, (word, share) in enumerate(place.lens)
@@ -220,7 +226,11 @@ def _lens(places: Sequence[RecordedPlace], words: Sequence[str], starts: Sequenc
 
 
 def _maps(places: Sequence[RecordedPlace]) -> str:
-    return "".join(map(_layer, (place for place in places if place.map_shape)))
+    shown = [place for place in places if place.map_shape]
+    if not shown:
+        return ""
+    words = "attention by head: a row is a token that looks, a column one that it looks at, from the first on"
+    return f'<div style="margin:8px 0 2px;{MUTED}">{words}</div>{"".join(map(_layer, shown))}'
 
 
 def _layer(place: RecordedPlace) -> str:
@@ -235,10 +245,9 @@ def _layer(place: RecordedPlace) -> str:
             f'<span style="display:inline-block;margin:0 10px 6px 0"><img alt="attention of head {head}" '
             f'src="{source}" {size} style="display:block;margin:0;max-width:none;'
             f'image-rendering:pixelated;border:1px solid {INK}"><span style="{MUTED}">head {head}</span> '
-            f"{''.join(map(_chip, ranks))}</span>"
+            f"{''.join(_chip(rank, f'rank {rank}') for rank in ranks)}</span>"
         )
-    title = f"{escape(place.name)}: each row is a token that looks, each column one that it looks at"
-    return f'<div style="margin:8px 0 2px;{MUTED}">{title}</div><div>{"".join(parts)}</div>'
+    return f'<div style="margin:4px 0 2px"><b>{escape(place.name)}</b></div><div>{"".join(parts)}</div>'
 
 
 def _png(shares: bytes, width: int, scale: int) -> str:
@@ -261,8 +270,5 @@ def _png(shares: bytes, width: int, scale: int) -> str:
 
 def _others(places: Sequence[RecordedPlace]) -> str:
     rest = [place for place in places if not place.norms and not place.map_shape]
-    rows = [
-        table_row(row_title(escape(place.name)), data_cells([str(place.shape), f"{place.calls} calls"]), _chips(place))
-        for place in rest
-    ]
-    return table(("place", "shape", "", "computed by"), rows) if rows else ""
+    rows = [table_row(_title(place), data_cells([str(place.shape), f"{place.calls} calls"])) for place in rest]
+    return table(("place", "shape", ""), rows) if rows else ""

@@ -17,7 +17,7 @@ from axon_nb.cluster.comparison import Verdict
 from axon_nb.cluster.divergence import NumbersVerdict
 from axon_nb.cluster.failures import Failure, RankError, agree, failure_line, next_commands
 from axon_nb.records.colors import KINDS, STATES
-from axon_nb.records.ranks import format_ranks, name_ranks
+from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes, format_seconds
 from axon_nb.widgets import html
 
@@ -36,6 +36,7 @@ _ERROR = STATES["error"][0].both
 _MARK = f"background:{_ERROR}2E;color:inherit;border-radius:2px"
 _CURVE_WIDTH, _CURVE_HEIGHT = 90, 24
 _MAX_METRICS = 4
+_PHASES = {"before": "the weights before", "forward": "forward", "backward": "backward", "step": "the optimizer step"}
 _STATES = {"ok": "finished", "timed_out": "timed out"}
 
 
@@ -309,9 +310,9 @@ def _comparison_html(verdict: Verdict) -> str:
         what = f"{found.what} of {found.name or 'the model'}{kind}"
         top = html.notice(f"First difference: {what}.", found.explanation) + html.figures(
             [
-                ("phase", found.phase, f"call {found.call + 1}"),
-                ("ranks", format_ranks(found.ranks), ""),
-                ("relative error", f"{found.relative:.2g}", f"rounding: up to {found.allowed:.1g}"),
+                ("found in", _PHASES[found.phase], f"at call {found.call + 1} of the module" if found.call else ""),
+                ("on", name_ranks(found.ranks), ""),
+                ("relative error", f"{found.relative:.2g}", f"rounding explains {found.allowed:.1g} at most"),
                 *([("cause", found.cause, "")] if found.cause else []),
             ]
         )

@@ -41,9 +41,15 @@ def difference(got: Any, expected: torch.Tensor, *, tolerance: float = 0.0) -> s
         return f"has dtype {got.dtype}; it must stay {expected.dtype}"
     got = got.detach().cpu()
     off = (got - expected).abs() if expected.is_floating_point() else got != expected
-    if not bool((off > tolerance).any() if expected.is_floating_point() else off.any()) and not bool(got.isnan().any()):
+    wrong = ((off > tolerance) if expected.is_floating_point() else off) | got.isnan()
+    if not bool(wrong.any()):
         return None
-    return f"got {shown(got)}; right is {shown(expected)}"
+    if got.numel() <= _SHOWN // 2:
+        return f"got {shown(got)}; right is {shown(expected)}"
+    at = tuple(wrong.nonzero()[0].tolist())
+    where = f"[{', '.join(map(str, at))}]"
+    count = int(wrong.sum())
+    return f"got {shown(got[at])} at {where}; right is {shown(expected[at])}. {count} of {got.numel()} numbers differ"
 
 
 def first_difference(got: list[Any], expected: list[torch.Tensor], case: str, *, tolerance: float = 0.0) -> str | None:

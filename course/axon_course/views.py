@@ -25,8 +25,10 @@ class Text:
         return self.text
 
     def _repr_html_(self) -> str:
+        from axon_nb.widgets.html import prose
+
         style = "white-space:pre-wrap;margin:4px 0" + ("" if self.code else ";font-family:inherit;background:none")
-        return f'<pre style="{style}">{escape(self.text)}</pre>'
+        return f'<pre style="{style}">{escape(self.text) if self.code else prose(self.text)}</pre>'
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,3 +142,23 @@ def test_job_is_watched_stopped_reloaded_and_saved(lab: LabServer, page: LabPage
         assert words in html
         assert "<script" not in html
     assert len(nbformat.writes(saved)) < 400_000
+
+
+BARS = """%%distributed
+import time
+from tqdm import tqdm
+for step in tqdm(range(20), desc="steps"):
+    time.sleep(0.1 + 0.02 * rank * (step == 19))
+    if step < 19:
+        dist.all_reduce(torch.ones(1))"""
+"""The ranks end a little apart, so that no two rates are equal."""
+
+
+def test_bars_of_ranks_that_keep_pace_end_as_one_line(lab: LabServer, page: LabPage) -> None:
+    lab.write_notebook("bars.ipynb", ["%load_ext axon_nb\n%distributed start -n 4", BARS, "%distributed stop"])
+    page.open_notebook("bars.ipynb")
+    page.run_and_wait(0)
+    page.run_and_wait(1)
+    page.wait_text(1, "[ranks 0-3] steps: 100%")
+    assert page.output_text(1).count("100%") == 1
+    page.run_and_wait(2)

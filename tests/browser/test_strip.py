@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import nbformat
 import pytest
 
 from tests.support.browser.reloads import reload_until_shown
@@ -19,7 +18,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 STRIP = ".axon-strip"
 CANVAS = ".axon-strip-canvas"
 STATES = ".axon-strip-states [role=listitem]"
-PICTURE = "figure img[src^='data:image/svg+xml']"
 FAILED = "rank 3: failed after 2.0 s"
 
 FEED = '''
@@ -121,31 +119,6 @@ def test_strip_moves_while_the_cell_runs(page: LabPage, running: Path) -> None:
     page.wait_until(f"() => document.querySelector('{STRIP} [aria-live=polite]').textContent !== ''")
     running.touch()
     page.wait_done(1)
-
-
-def test_finished_strip_is_saved_as_picture(page: LabPage, running: Path, lab: LabServer) -> None:
-    wait_until_failed(page)
-    running.touch()
-    page.wait_done(1)
-    page.output(1).locator(PICTURE).first.wait_for()
-    page.wait_until(f"() => document.querySelector('{STRIP}') === null")
-    saved = page.save()
-    (output,) = saved.cells[1].outputs
-    assert set(output.data) == {"text/html", "text/plain"}
-    assert "data:image/svg+xml;base64," in output.data["text/html"]
-    assert output.data["text/plain"].startswith("Activity, In [1], 4 ranks, ")
-    assert FAILED in output.data["text/plain"]
-
-    # Opened by somebody else: without a kernel, and not trusted.
-    saved.metadata.clear()
-    nbformat.write(saved, lab.notebooks / "reopened.ipynb")
-    page.page.goto("about:blank")  # a page whose kernel is ended from outside says so in its console
-    lab.end_kernels()
-    page.open_notebook("reopened.ipynb", kernel=False)
-    page.output(1).locator(PICTURE).first.wait_for()
-    loaded = "(all) => all.every((image) => image.complete && image.naturalWidth > 0)"
-    page.wait_until(f"(pictures) => ({loaded})([...document.querySelectorAll(pictures)])", PICTURE)
-    page.wait_text(1, "failed after 2.0 s")
 
 
 def test_strip_returns_after_reload_during_a_cell(page: LabPage, running: Path) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 CANVAS = ".axon-strip-canvas"
+START = "%load_ext axon_nb\n%distributed start -n 4"
 TRAIN = """%%distributed --watch
 import time
 from pathlib import Path
@@ -26,31 +27,64 @@ print(f"rank {rank} has finished")"""
 """The last rank is late each time; all go on until a file is there."""
 
 
-def test_strip_moves_during_the_cell_and_becomes_a_picture(lab: LabServer, page: LabPage) -> None:
+CLOCK = f"Number(document.querySelector('{CANVAS}').dataset.now)"
+HEIGHTS = "(views) => views.map((view) => view.getBoundingClientRect().height)"
+
+
+def test_views_stay_as_they_are_when_the_cell_ends(lab: LabServer, page: LabPage) -> None:
     stop = lab.notebooks / "watched.stop"
     train = TRAIN.replace("STOP", repr(str(stop)))
-    lab.write_notebook("watched.ipynb", ["%load_ext axon_nb", "%distributed start -n 4", train, "%distributed stop"])
+    again = "%%distributed --watch\n1"
+    lab.write_notebook("watched.ipynb", [START, train, again, again, again, "%distributed stop"])
     page.open_notebook("watched.ipynb")
     page.run_and_wait(0)
-    page.run_and_wait(1)
-    page.wait_text(1, "4 ranks")
-    page.run_cell(2)
+    page.run_cell(1)
     clock = 0.0
     for _ in range(4):
-        page.wait_until(f"(last) => Number(document.querySelector('{CANVAS}').dataset.now) > last + 0.3", clock)
-        clock = float(page.page.evaluate(f"document.querySelector('{CANVAS}').dataset.now"))
-        assert page.is_running(2)
+        page.wait_until(f"(last) => {CLOCK} > last + 0.3", clock)
+        clock = float(page.page.evaluate(CLOCK))
+        assert page.is_running(1)
     page.page.locator(".axon-strip-states", has_text="waiting in all_reduce").wait_for()
+    shown = "document.querySelector('.axon-timeline-canvas').dataset.view"
+    canvas = page.page.locator(".axon-timeline-canvas")
+    page.wait_until("() => Number(document.querySelector('.axon-timeline-canvas').dataset.found) > 4")
+    for key in ("+", "ArrowLeft"):
+        before = page.page.evaluate(shown)
+        canvas.press(key)
+        page.wait_until(f"(before) => {shown} !== before", before)
+    zoom = page.page.evaluate(shown)
+    views = page.page.locator(".axon-strip, .axon-timeline")
+    strip, timeline = views.evaluate_all(HEIGHTS)
     stop.touch()
-    page.wait_done(2)
+    page.wait_done(1)
+    page.page.locator(".axon-timeline .axon-view-state", has_text="ended").wait_for()
+    assert page.page.evaluate(shown) == zoom, "of the stretch that was looked at"
+    after = views.evaluate_all(HEIGHTS)
+    assert after[0] == strip
+    assert after[1] >= timeline, "nothing is taken away"
+    picture = page.output(1).locator("details.axon-picture")
+    assert picture.get_attribute("open") is None
+    assert "Activity, In [2], 4 ranks" in picture.inner_text()
     for rank in range(4):
-        page.wait_text(2, f"rank {rank} has finished")
-    page.run_and_wait(3)
+        page.wait_text(1, f"rank {rank} has finished")
+    for i in (2, 3, 4):
+        page.run_and_wait(i)
+    picture.locator("img").first.wait_for()  # the views of this cell are closed now
+    page.run_and_wait(5)
     saved = page.save()
-    bundles = [output["data"] for output in saved.cells[2].outputs if output.output_type == "display_data"]
-    assert "data:image/svg+xml;base64," in bundles[0]["text/html"]
-    assert "all_reduce" in bundles[0]["text/html"]
-    assert nbformat.writes(saved).count("application/vnd.jupyter.widget-view+json") == 0
+    (*_, bundle) = (output["data"] for output in saved.cells[1].outputs if output.output_type == "display_data")
+    assert "all_reduce" in bundle["text/plain"]
+
+    # Opened by somebody else: without a kernel, and not trusted.
+    saved.metadata.clear()
+    nbformat.write(saved, lab.notebooks / "watched-saved.ipynb")
+    page.page.goto("about:blank")  # a page whose kernel is ended from outside says so in its console
+    lab.end_kernels()
+    page.open_notebook("watched-saved.ipynb", kernel=False)
+    page.output(1).locator("details[open] img").first.wait_for()
+    loaded = "(all) => all.every((image) => image.complete && image.naturalWidth > 0)"
+    page.wait_until(f"(pictures) => ({loaded})([...document.querySelectorAll(pictures)])", "details img")
+    page.errors.clear()  # the widgets' models are gone with their kernel
 
 
 def test_stop_button_aborts_the_cell_and_keeps_the_ranks(lab: LabServer, page: LabPage) -> None:

@@ -54,7 +54,7 @@ COMMANDS = [
 USAGE = {
     "": f"axon-nb needs a command: one of {', '.join(COMMANDS)}.",
     "lsit": "axon-nb has no command 'lsit': did you mean `axon-nb list`?",
-    "frobnicate": (f"axon-nb has no command 'frobnicate': use one of {', '.join(COMMANDS)}."),
+    "frobnicate": "axon-nb has no command 'frobnicate': `axon-nb --help` lists all.",
     "--versoin": "axon-nb has no '--versoin'; did you mean --version?",
     "doctor --jsn": "axon-nb doctor has no '--jsn'; did you mean --json?",
     "doctor now": "axon-nb doctor does not accept 'now'; see `axon-nb doctor --help`.",

@@ -131,6 +131,7 @@ def _await_engines(
                 f"Only engines {registered} of {sorted(wanted)} registered within {timeout_s:.0f} s"
                 f"{f'; output of the launcher: {output}' if output else '.'}"
             )
+    on_registered(len(wanted))
 
 
 def stop_engines(cluster: ipp.Cluster, engines: str) -> None:

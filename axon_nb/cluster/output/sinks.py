@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import uuid
 from collections import deque
@@ -27,6 +28,10 @@ _MAX_FINISHED_ROWS = 100
 _MAX_AREAS = 100
 _STRAGGLER_S = 0.1
 """Ranks that run the same code finish their bars within this time of each other."""
+_METER = re.compile(r"(.*%\|.*\| *\S+/\S+ \[)[\d:]+<[\d:]+, *([\d.]+)([a-zA-Z]*/\S.*)$")
+"""A bar of tqdm: what comes before its times, its rate, and the rate's unit with what follows."""
+_CLOSE = 0.1
+"""Bars whose rates differ by less than this share are shown once, as the last of them ended."""
 _MAX_ROWS = 200
 _MAX_WIDTH = 2000
 _NOTICE_INTERVAL_S = 1.0
@@ -258,9 +263,9 @@ class LiveArea:
         self._add(ranks, text)
 
     def _add(self, ranks: Sequence[int], text: str) -> None:
-        for others, other in reversed(self._finished):
-            if other == text and not set(ranks) & set(others):
-                others[:] = sorted([*others, *ranks])
+        for number, (others, other) in enumerate(self._finished):
+            if _are_alike(other, text) and not set(ranks) & set(others):
+                self._finished[number] = (sorted([*others, *ranks]), text)
                 return
         index = len(self._finished)
         name = METER_NAME.match(text)
@@ -349,6 +354,17 @@ class LiveArea:
         self._left.clear()
         self._shown = self._display_id = ""
         self._num_areas, self._output_below = 0, None
+
+
+def _are_alike(first: str, second: str) -> bool:
+    """Whether two lines are equal, or bars that have come as far at about the same rate."""
+    if first == second:
+        return True
+    bars = (_METER.match(first), _METER.match(second))
+    if bars[0] is None or bars[1] is None or bars[0].groups()[::2] != bars[1].groups()[::2]:
+        return False
+    rates = sorted(float(bar[2]) for bar in bars if bar)
+    return rates[1] - rates[0] <= _CLOSE * rates[1]
 
 
 def _merged(rows: Sequence[LiveRow]) -> list[tuple[list[int], str]]:

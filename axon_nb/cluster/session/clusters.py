@@ -138,7 +138,7 @@ def start(
     _check_number(layout)
     others, layout, ip = with_room(others, layout, ip, cpu=devices == "cpu", backend=backend)
     starting = f"Starting {'1 rank' if layout.num_ranks == 1 else f'{layout.num_ranks} ranks'} …"
-    on_progress(starting)
+    on_progress(f"{starting} 0 of {layout.num_ranks}")
     if not several_hosts:
         connection = session.prewarm.take(chosen_settings.start_timeout)
     else:

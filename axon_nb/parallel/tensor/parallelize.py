@@ -320,7 +320,10 @@ class ParallelReport:
             )
 
         body = "".join(row(cells, "td") for cells in self._rows())
-        return f"<table><caption>{html.escape(self._summary())}</caption>{row(_HEADER, 'th')}{body}</table>"
+        table = f"<table><caption>{html.escape(self._summary())}</caption>{row(_HEADER, 'th')}{body}</table>"
+        used = {module.style for module in self.modules}
+        meanings = (f"<br><b>{name}</b>: {html.escape(text)}" for name, text in STYLES.items() if name in used)
+        return f"{table}<small>replicated: a copy on each rank{''.join(meanings)}</small>"
 
 
 class _SplitOutput(ParallelStyle):

@@ -217,7 +217,7 @@ def _extrapolate_rank(
     per_depth = both[1].host_bytes - both[0].host_bytes
     host = both[0].host_bytes + per_depth * (run.depth - DEPTHS[0]) // (DEPTHS[1] - DEPTHS[0])
     rows = module_rows(both[1].modules, peak.activations, run, DEPTHS[1])
-    how = f"simulated with {DEPTHS[0]} and {DEPTHS[1]} of {run}, extrapolated"
+    how = f"simulated with {DEPTHS[0]} and {DEPTHS[1]} of {run}, scaled to all"
     return _at_peak(parts, peak, host, rows), how
 
 

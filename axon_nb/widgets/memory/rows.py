@@ -21,6 +21,7 @@ NEAR = 0.9
 """Share of its capacity from which a rank is flagged."""
 ODD = 0.02
 """Share of the axis by which a role must exceed that of the rank with the least to stand out."""
+_MAX_DECIMALS = 3
 _ALWAYS = ("parameters", "gradients", "optimizer")
 """Roles with a column of the table, however small."""
 _SMALL = 0.02
@@ -66,10 +67,14 @@ class Scale(Struct, frozen=True):
         """Unit of the labels."""
         return _UNITS[_power(self.end)]
 
-    def number(self, size: int) -> str:
-        """Return a size in the axis's unit, without the unit, such as ``13.3``."""
-        value = size / 1024 ** _power(self.end)
-        return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+    def number(self, size: int, largest: int = 0) -> str:
+        """Return a size in the axis's unit, without the unit: ``13.3``, with the decimals that the `largest` has."""
+        if not size:
+            return "0"
+        unit = 1024 ** _power(self.end)
+        decimals = min(_MAX_DECIMALS, max(0, 2 - math.floor(math.log10(max(size, largest) / unit) + 1e-9)))
+        text = f"{size / unit:.{decimals}f}"
+        return text if float(text) else f"<{10**-decimals:.{decimals}f}"
 
     def share(self, size: int) -> float:
         """Return the place of a size on the axis, 0 to 1."""
@@ -80,7 +85,7 @@ class Scale(Struct, frozen=True):
         """Round numbers on the axis; the last one has the unit."""
         step = _round_step(self.end)
         sizes = [i * step for i in range(int(self.end / step + 1e-9) + 1)]
-        labels = [self.number(size) for size in sizes]
+        labels = [f"{size / 1024 ** _power(self.end):.4g}" for size in sizes]
         labels[-1] += f" {self.unit}"
         return [Tick(self.share(size), label) for size, label in zip(sizes, labels, strict=True)]
 
@@ -236,6 +241,9 @@ class MemoryRows:
         small = [role for role, size in most.items() if size and role not in self._shown_roles]
         return ", ".join(f"{_REST.get(role, role)} up to {format_bytes(most[role])}" for role in small)
 
+    def _rest_of(self, use: MemoryUse) -> int:
+        return sum(size for role, size in use.by_role.items() if role not in self._shown_roles)
+
     @property
     def _shown_roles(self) -> list[str]:
         least = _SMALL * self.scale.end
@@ -290,12 +298,14 @@ class MemoryRows:
             sizes = [other.by_role.get(role, 0) for other in self._replies.measured.values()]
             size = use.by_role.get(role, 0)
             odd = size == max(sizes) and size - min(sizes) > ODD * scale.end
-            yield Cell(scale.number(size), flagged=odd)
+            yield Cell(scale.number(size, max(sizes)), flagged=odd)
+        uses, estimates = self._replies.measured.values(), self.estimates.values()
         if "rest" in self.columns:
-            yield Cell(scale.number(sum(size for role, size in use.by_role.items() if role not in self._shown_roles)))
-        yield Cell(scale.number(use.total))
-        if self.estimates:
-            yield Cell("–" if estimate is None else scale.number(estimate.peak or estimate.total))
+            yield Cell(scale.number(self._rest_of(use), max(map(self._rest_of, uses))))
+        yield Cell(scale.number(use.total, max(other.total for other in uses)))
+        if estimates:
+            planned = max(other.peak or other.total for other in estimates)
+            yield Cell("–" if estimate is None else scale.number(estimate.peak or estimate.total, planned))
         available = use.capacity if use.source != "allocator" else None
         share = use.resident / available if available else None
         of = f" of {format_bytes(available)}" if available else ""

@@ -46,8 +46,15 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer": ("adam", "adamw", "sgd", WITH_MOMENTUM, "adagrad", "rmsprop"),
     "cpu_offload": ("none", "params", "optimizer_states", "full"),
 }
-_ALSO = {"full_shard": "ZeRO-3", "shard_grad_op": "ZeRO-2", "optimizer_state": "ZeRO-1"}
-"""Other names of strategies."""
+_ALSO = {
+    "full_shard": "ZeRO-3",
+    "shard_grad_op": "ZeRO-2",
+    "hybrid_shard": "ZeRO-3 in each replica",
+    "optimizer_state": "ZeRO-1",
+    "no_shard": "FSDP, a copy per rank",
+    "ddp": "a copy per rank",
+}
+"""What strategies are called elsewhere, or do."""
 _LABELS = {
     "world_size": "ranks",
     "strategy": "strategy",
@@ -152,8 +159,8 @@ def _changes(state: WhatIfState, scale: Scale) -> list[dict[str, Any]]:
     return [
         {
             "role": role,
-            "now": scale.number(now.get(role, 0)),
-            "then": scale.number(then.get(role, 0)),
+            "now": scale.number(now.get(role, 0), then.get(role, 0)),
+            "then": scale.number(then.get(role, 0), now.get(role, 0)),
             "change": f"{'+' if change > 0 else '−'}{scale.number(abs(change))}" if change else "–",
             "share": abs(change) / most,
             "isLess": change < 0,

@@ -127,8 +127,8 @@ class TimelineView(View):
         self._begin = self._cursor = begin
         self._since_ns = since_ns
         self._num_labels = 0
-        self.reopened = False
-        """Whether a page has opened it again, after a reload."""
+        self._end: int | None = None
+        """Number after the last span that belongs to it; None: it goes on."""
         self._groups: dict[str, tuple[int, ...]] = {}
         self._num_patched = feed.store.num_patched
         self._patches: deque[tuple[int, int, int]] = deque()
@@ -196,11 +196,13 @@ class TimelineView(View):
     def finish(self) -> None:
         """Send the last spans; later ones do not belong to the view."""
         with self._lock:
-            self._until_ns = time.monotonic_ns()
+            self._until_ns, self._end = time.monotonic_ns(), self._feed.store.end
             self._facts_state, self._facts_due = (), 0.0
             messages = [self._next_message(time.monotonic())]
-            while self._cursor < self._feed.store.end and len(messages) < _MAX_FINAL_MESSAGES:
+            while self._cursor < self._end and len(messages) < _MAX_FINAL_MESSAGES:
                 messages.append(self._next_message(time.monotonic()))
+            if self._cursor < self._end:  # a page that was far behind gets the newest spans instead
+                messages = [self._newest()]
         for message in messages:
             if self.watched and message is not None:
                 self.send({"op": "append"}, buffers=[message])
@@ -220,12 +222,17 @@ class TimelineView(View):
         if key is None or key == "snapshot" or (not isinstance(key, str) and "snapshot" in key):
             with self._lock:
                 if self._cursor > self._begin:
-                    self.reopened = True
                     self._hold_until = time.monotonic() + _ACK_TIMEOUT_S
-                    table = self._feed.store.table(max(self._begin, self._cursor - _MAX_SNAPSHOT), self._cursor)
-                    header = self._header(table, labels_from=0, sent_groups={})
-                    state["snapshot"] = pack(table, {**header, **self._facts}, origin_ns=self._origin_ns)
+                    state["snapshot"] = self._newest()
         return state
+
+    def _newest(self) -> bytes:
+        """Return the newest spans that were sent, or that belong to the view once it has ended, as one message."""
+        end = self._cursor if self._end is None else self._end
+        table = self._feed.store.table(max(self._begin, end - _MAX_SNAPSHOT), end)
+        header = {**self._header(table, labels_from=0, sent_groups={}), **self._facts}
+        header |= {"restart": True, "dropped": table.first - self._begin}
+        return pack(table, header, origin_ns=self._origin_ns)
 
     def on_message(self, message: dict[str, Any]) -> None:
         """Handle a message from a page; on the notebook's thread."""
@@ -235,6 +242,9 @@ class TimelineView(View):
         elif message.get("op") == "ready":
             self._hold_until = 0.0
         elif message.get("op") == "resend":
+            if self._end is not None:  # the feed no longer pumps it
+                self.send({"op": "append"}, buffers=[self._newest()])
+                return
             with self._lock:
                 self._cursor, self._num_labels, self._groups = self._begin, 0, {}
                 self._restart, self._hold_until, self._facts_state = True, 0.0, ()

@@ -205,6 +205,23 @@ def test_mesh_selects_rank_and_equal_blocks_unfold(chromium: Browser, tmp_path: 
     page.close()
 
 
+BESIDE = """(row) => {
+    const [name, where, picture] = ["th", "td:nth-child(4)", "svg"].map(
+        (part) => row.querySelector(part).getBoundingClientRect());
+    return picture.left >= name.right && picture.left >= where.right && Math.abs(picture.top - name.top) < 12;
+}"""
+
+
+def test_pictures_of_shards_stand_beside_their_names_on_a_narrow_page(chromium: Browser, tmp_path: Path) -> None:
+    traits = SAMPLES["shards"][1](4)
+    page, errors = open_page(chromium, tmp_path, "shards", traits, viewport={"width": WIDTHS[0], "height": 900})
+    rows = page.locator(".axon-shards tbody tr[data-name]")
+    rows.first.wait_for()
+    assert rows.evaluate_all(f"(rows) => rows.every({BESIDE})")
+    assert errors == []
+    page.close()
+
+
 COUNT_PATTERNS = """() => {
     window.patterns = 0;
     const make = CanvasRenderingContext2D.prototype.createPattern;

@@ -287,7 +287,7 @@ def test_model_on_the_ranks_is_planned_by_name(planner: Kernel) -> None:
     formula = plan.memory(config, 64, device="cpu", method="closed_form")
     assert planner.value("planned.model, planned.num_parameters") == ("GPT", formula.num_parameters)
     assert planner.value("planned.worst.persistent.model_states") == formula.worst.persistent.model_states
-    assert planner.value("planned.method") == "simulated with 4 and 5 of 8 equal blocks, extrapolated"
+    assert planner.value("planned.method") == "simulated with 4 and 5 of 8 equal blocks, scaled to all"
     assert planner.value(has_torch) == before
 
 

@@ -117,6 +117,10 @@ def test_formatted_seconds_round_trip(value: float) -> None:
         ("debug=maybe", "debug must be on or off; got 'maybe'."),
         ("keepalive=5", "%distributed config has no setting 'keepalive': did you mean keep_alive?"),
         ("keep_alive", "%distributed config takes key=value, such as keep_alive=300s; got 'keep_alive'."),
+        (
+            "colour=red",
+            "%distributed config has no setting 'colour': run `%distributed config` to see all, with what they do.",
+        ),
         ("keepalive 5", "%distributed config has no setting 'keepalive': did you mean keep_alive?"),
     ],
 )

@@ -43,7 +43,7 @@ def test_bars_are_to_scale_and_estimates_beside_them() -> None:
     assert sum(part for _, part in row.estimated.segments) == pytest.approx(240 / 250)
     assert sum(part for _, part in row.measured.segments) == pytest.approx(170 / 250)
     assert row.measured.peak == pytest.approx(170 / 250)
-    assert row.measured.labels == ("40", "40", "80", "")
+    assert row.measured.labels == ("40.0", "40.0", "80.0", "")
     assert (row.total, row.remark) == ("170 MiB", "33 % below the estimate")
     assert row.measured.text == (
         "170 MiB (parameters 40.0 MiB, gradients 40.0 MiB, optimizer 80.0 MiB, other 10.0 MiB), highest seen 170 MiB"
@@ -94,8 +94,8 @@ def test_numbers_are_aligned_and_outliers_highlighted() -> None:
     titles = ["parameters", "gradients", "optimizer", "activations", "rest", "total", "process"]
     assert made.columns == titles
     assert [[cell.text for cell in row.cells[:6]] for row in made.rows()] == [
-        ["6", "0", "0", activations, "0.137", total]
-        for activations, total in (("20", "26.1"), ("20", "26.1"), ("45", "51.1"))
+        ["6.00", "0", "0", activations, "0.137", total]
+        for activations, total in (("20.0", "26.1"), ("20.0", "26.1"), ("45.0", "51.1"))
     ]
     assert [[title for title, cell in zip(titles, row.cells, strict=True) if cell.flagged] for row in made.rows()] == [
         [], [], ["activations"]
@@ -108,7 +108,7 @@ def test_small_parameters_have_a_column_and_large_leftovers_have_none() -> None:
     made = rows_of(answers(use(by_role=roles)))
     assert made.columns[:4] == ["parameters", "gradients", "optimizer", "rest"]
     (row,) = made.rows()
-    assert [cell.text for cell in row.cells[:4]] == ["0.25", "0", "0.5", "100"]
+    assert [cell.text for cell in row.cells[:4]] == ["0.250", "0", "0.500", "100"]
     page = memory_bundle(made)["text/html"]
     assert "rest: copies for undo and protection up to 20.0 MiB, all other tensors up to 80.0 MiB" in page
 

@@ -120,7 +120,17 @@ def test_reloaded_page_gets_all_spans(page: Page, feed: Any) -> None:
     snapshot = page.get_state("snapshot")["snapshot"]
     assert header_of(snapshot)["count"] == 100
     assert page.snapshot == b""
-    assert page.reopened
+
+
+def test_finished_view_sends_all_its_spans_again(page: Page, feed: Any) -> None:
+    feed.store.add(span(0, i, i + 1, "forward") for i in range(100))
+    page.on_message({"op": "heartbeat"})
+    page.finish()
+    feed.store.add([span(0, 200, 201, "forward")])  # of a later cell
+    page.on_message({"op": "resend"})
+    last = header_of(page.sent[-1])
+    assert (last["first"], last["count"], last["restart"], last["finished"]) == (0, 100, True, True)
+    assert header_of(page.get_state("snapshot")["snapshot"])["count"] == 100
 
 
 def test_reloaded_page_gets_nothing_until_ready(page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:

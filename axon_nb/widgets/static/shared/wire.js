@@ -139,7 +139,7 @@ export async function loadModule(text) {
 
 /**
  * Fold the pictures of views in the same output: a notebook saves them open. One that is drawn again stays as the
- * reader left the last one. Returns a function that stops it.
+ * reader left the last one. Returns a function that stops it, and opens them.
  *
  * @param {Element} root of a live view
  */
@@ -149,8 +149,9 @@ function foldPictures(root) {
   /** @type {WeakSet<HTMLDetailsElement>} */
   const known = new WeakSet();
   let isOpen = false;
+  const pictures = () => /** @type {NodeListOf<HTMLDetailsElement>} */ (area.querySelectorAll(".axon-picture"));
   const fold = () => {
-    for (const picture of /** @type {NodeListOf<HTMLDetailsElement>} */ (area.querySelectorAll(".axon-picture"))) {
+    for (const picture of pictures()) {
       if (known.has(picture)) continue;
       known.add(picture);
       picture.open = isOpen;
@@ -162,7 +163,10 @@ function foldPictures(root) {
   const observer = new MutationObserver(fold);
   observer.observe(area, { childList: true, subtree: true });
   fold();
-  return () => observer.disconnect();
+  return () => {
+    observer.disconnect();
+    for (const picture of pictures()) picture.open = true;
+  };
 }
 
 const HEARTBEAT_MS = 4000;
