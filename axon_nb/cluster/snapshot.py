@@ -18,6 +18,7 @@ from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.protocol import recovery as protocol
 from axon_nb.records.protocol.wire import RankCall
 from axon_nb.records.ranks import name_ranks
+from axon_nb.records.units import count_of
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
@@ -87,7 +88,7 @@ def _last_cells(answers: Mapping[int, protocol.Undoable], count: int) -> list[pr
             "`%distributed config undo_memory` is 0."
         )
     if len(cells) < count:
-        raise UsageError(f"Only {len(cells)} cell{'s' * (len(cells) > 1)} can be undone; got {count}.")
+        raise UsageError(f"Only {count_of(len(cells), 'cell')} can be undone; got {count}.")
     return cells[-count:]
 
 
