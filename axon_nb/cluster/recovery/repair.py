@@ -93,11 +93,14 @@ def repair(
         _kill(state, [rank for rank in targets if rank not in state.health.dead])
         lost = ask(state.connection, dict.fromkeys(survivors, protocol.FindLostShards(tuple(targets))))
         _replace_ranks(state, layout, targets, survivors, interrupted)
-        copied = None if source is None else _copy(state, targets, survivors, source, names)
+        copied = new_ranks.Copied() if source is None else _copy(state, targets, survivors, source, names)
         returned = _return(state, targets) if targets and source is None else None
-    return new_ranks.RepairReport.of(
-        targets, survivors, reasons=reasons, source=source, copied=copied, lost=lost, returned=returned
-    )
+    largest: dict[str, protocol.LostShards] = {}  # of what the survivors report
+    for part in (part for parts in lost.values() for part in parts):
+        if part.name not in largest or part.bytes > largest[part.name].bytes:
+            largest[part.name] = part
+    kept = tuple(largest.values()) if returned is None else ()
+    return new_ranks.RepairReport(tuple(targets), tuple(survivors), reasons, source, copied, kept, returned)
 
 
 def _return(state: ClusterState, ranks: Sequence[int]) -> new_ranks.Returned | None:
