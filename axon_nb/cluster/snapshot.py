@@ -220,13 +220,3 @@ class Trials:
         """Give up what the ranks keep, unless a repair needs it."""
         if self._is_kept and not self.lost and self._state.running and not self._state.health.dead:
             ask(self._state.connection, dict.fromkeys(self._state.ranks, protocol.ForgetProtected(self._key)))
-
-
-def begin_trials(
-    restores: bool | Trials | None, state: ClusterState, ranks: Sequence[int], limit: int
-) -> bool | Trials:
-    """Before a cell: return the trials that its option `restores` asks for, once they have begun; False: none."""
-    trials = Trials(state, ranks, limit) if restores is True else restores
-    if trials:
-        trials.begin()
-    return trials or False

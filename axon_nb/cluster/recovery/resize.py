@@ -22,7 +22,7 @@ from axon_nb.cluster.launch.compatibility import refusal
 from axon_nb.cluster.launch.engines import ANSWER_S, STATES_S, ask, gather, join_config, store_address
 from axon_nb.cluster.launch.placement import Layout, place_ranks, raise_if_over_quota, raise_if_too_few
 from axon_nb.cluster.recovery import new_ranks
-from axon_nb.cluster.recovery.repair import AGENT_SILENT
+from axon_nb.cluster.recovery.repair import raise_if_silent
 from axon_nb.errors import AxonError, StartError, UsageError
 from axon_nb.host.resources import usable_cores
 from axon_nb.records.protocol import recovery as protocol
@@ -35,7 +35,6 @@ from axon_nb.records.units import count_of, format_bytes
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-_AGENT_TIMEOUT_S = 10.0
 _RELEASE_TIMEOUT_S = 10.0
 _RESEND_INTERVAL_S = 0.25
 _LEAVE_TIMEOUT_S = 5.0
@@ -131,8 +130,7 @@ def _check_request(state: ClusterState, size: int) -> None:
     if size > state.world_size:
         raise_if_too_few(size)
         raise_if_over_quota(size, besides=state.connection.run_dir)
-    if not state.connection.agent.responds(_AGENT_TIMEOUT_S):
-        raise StartError(f"{AGENT_SILENT[0].upper()}{AGENT_SILENT[1:]}. Wait for it, or run `%distributed restart`.")
+    raise_if_silent(state)
 
 
 def _resized(layout: Layout, size: int, *, threads: int) -> Layout:
