@@ -84,7 +84,7 @@ _END = ("%distributed restart", "%distributed stop", "%distributed stop")
 _SUBS = (
     (r"\x1b\[[0-9;]*m", ""),
     (r'src=\\?"data:[^"]*"', 'src="PICTURE"'),
-    (r"(?m)^([01]) +\d+ +cpu", r"\1 NUMBER cpu"),
+    (r"(?m)^([01]) +\d+ +(?=cpu|idle)", r"\1 NUMBER "),
     (r"slowest: rank \d", "slowest: rank N"),
     (r"(/[\w.+~-]+){2,}/?", "/PATH"),
     (r"\b\d+(\.\d+)?(e-?\d+)? ?([KMGT]i?B|bytes|B)(/s)?\b", "BYTES"),
@@ -103,7 +103,8 @@ _SUBS = (
 _LONG = 40_000
 _DIFF_HEAD = ("---", "+++", "@@")
 _PICTURE = "axon-picture"
-_VIEWS = ("%memory", "%shards", "%watch")
+_VIEWS = {"%memory": "memory of", "%shards": "shards", "%watch": "Job on"}
+"""What the picture of a live view has in its title."""
 
 
 def main() -> int:
@@ -138,7 +139,7 @@ def record(folder: Path) -> dict[str, Any]:
             keep(text, shown(kernel.run(f"{text}\n1" if text.startswith("%%") else text)))
         for part in parts_of(_CELLS):
             text = _TRAIN if part == "TRAIN" else re.sub(r"^%d\b", "%distributed", part).replace("¶", "\n")
-            keep(text, shown(kernel.run(text), is_view=text.startswith(_VIEWS)))
+            keep(text, shown(kernel.run(text), _VIEWS.get(text.split()[0], "")))
         for text in [*parts_of(_PROGRAMS), *(f"{name} --help" for name in sorted(PROGRAM_COMMANDS))]:
             keep(f"axon-nb {text}", program(kernel, folder, text.split(" ")))
         for text in _END:
@@ -162,12 +163,17 @@ def program(kernel: Kernel, folder: Path, words: list[str]) -> dict[str, Any]:
     return {"status": done.returncode, "stdout": lines_of(done.stdout), "stderr": lines_of(done.stderr)}
 
 
-def shown(reply: Reply, *, is_view: bool = False) -> dict[str, Any]:
-    """Return what a cell showed, as lines without what differs from run to run."""
+def shown(reply: Reply, title: str = "") -> dict[str, Any]:
+    """Return what a cell showed, as lines without what differs from run to run.
+
+    Args:
+        reply: Of the kernel.
+        title: What is in the titles of its own pictures; a live view of an earlier cell may redraw its own meanwhile.
+    """
     streams = {"stdout": reply.stdout, "stderr": reply.stderr, "result": reply.result, "traceback": reply.traceback}
     found: dict[str, Any] = {name: lines_of(text) for name, text in streams.items() if text}
-    # A live view of an earlier cell may redraw its picture meanwhile.
-    found["displays"] = [shown_data(data) for data in reply.displays if is_view or _PICTURE not in str(data)]
+    others = [data for data in reply.displays if _PICTURE in str(data) and not (title and title in str(data))]
+    found["displays"] = [shown_data(data) for data in reply.displays if data not in others]
     found["status"] = reply.status
     found["kinds"] = sorted({kind for _, kind, _ in reply.arrivals} - {"comm_msg", "update_display_data"})
     return found
