@@ -34,6 +34,7 @@ from axon_nb.magics.arguments import LineParser, parse
 from axon_nb.magics.distributed import script_cell
 from axon_nb.records.protocol.cells import Measurement, Pauses, Profile
 from axon_nb.records.ranks import name_ranks, resolve_ranks
+from axon_nb.records.units import count_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -522,7 +523,7 @@ def _cluster() -> Cluster:
     if cluster is None:
         current.session().raise_if_lost()
         cluster = clusters.start()
-        count = f"{cluster.world_size} rank{'' if cluster.world_size == 1 else 's'}"
+        count = count_of(cluster.world_size, "rank")
         print(f"Started {count} ({cluster.backend}). Use `%distributed start -n N` to choose how many.")
     return cluster
 

@@ -29,6 +29,7 @@ from axon_nb.magics.arguments import LineParser, command, raw_command
 from axon_nb.records.commands import COMMANDS, integer
 from axon_nb.records.ranks import name_ranks, resolve_ranks
 from axon_nb.records.slowness import SlowLink, Slowness
+from axon_nb.records.units import count_of
 from axon_nb.troubleshooting import explain
 from axon_nb.usage import unknown_command
 
@@ -477,23 +478,11 @@ class DistributedMagics(Magics):
 
     @command(_start_parser)
     def _start(self, options: argparse.Namespace) -> None:
-        if options.protect is not None:
-            print("\n".join(current.session().settings.set(f"protect={options.protect}")))
+        arguments = vars(options)
+        if (protect := arguments.pop("protect")) is not None:
+            print("\n".join(current.session().settings.set(f"protect={protect}")))
         with _Progress() as progress:
-            cluster = clusters.start(
-                options.n,
-                devices=options.devices,
-                backend=options.backend,
-                engines=options.engines,
-                name=options.name,
-                interface=options.interface,
-                hosts=options.hosts,
-                gpus_per_rank=options.gpus_per_rank,
-                placement=options.placement,
-                force=options.force,
-                on_progress=progress.show,
-            )
-            progress.result = cluster
+            progress.result = cluster = clusters.start(**arguments, on_progress=progress.show)
         if options.n is None and (reason := explain_number(cluster.state.layout)):
             print(reason)
 
@@ -538,8 +527,7 @@ class DistributedMagics(Magics):
         cluster = clusters.require("%distributed stop")
         cluster.stop()
         session.drop(cluster)
-        count = f"{cluster.world_size} rank{'' if cluster.world_size == 1 else 's'}"
-        print(f"Stopped the cluster {cluster.name!r} ({count}).")
+        print(f"Stopped the cluster {cluster.name!r} ({count_of(cluster.world_size, 'rank')}).")
 
     @command(lambda: LineParser("%distributed restart", "Stop all ranks and start new ones."))
     def _restart(self, options: argparse.Namespace) -> None:

@@ -53,6 +53,7 @@ from axon_nb.magics.input_transformers import (
 from axon_nb.magics.plan import PlanMagics
 from axon_nb.magics.views import JobViewMagics, TimelineMagics, ViewMagics
 from axon_nb.records.hooks import hook, missing_hooks
+from axon_nb.records.units import count_of
 from axon_nb.shell.completers import add_matcher, remove_matcher, simple_completion
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def load(shell: InteractiveShell) -> None:
         return
     if waiting:
         entry = waiting[0]
-        count = f"{entry.num_ranks} rank{'' if entry.num_ranks == 1 else 's'}"
+        count = count_of(entry.num_ranks, "rank")
         print(
             f"The cluster {entry.name!r} ({count}) of this notebook is still running. Run `%distributed attach` to "
             "reconnect, or `%distributed start` to stop it and start a new one. A cell on ranks reconnects, too."

@@ -36,6 +36,7 @@ _WAITING_AFTER_S = 0.5
 _SECOND_LOOK_S = 0.3
 """A deadlock is proven if two observations this far apart show the same calls."""
 _MODULE = "builtins.module"
+_ROW = ("rank", "host", "pid", "device", "state", "device_bytes", "cell")
 
 
 def perform(cluster: Cluster, command: str, /, **options: Any) -> dict[str, Any]:
@@ -92,19 +93,7 @@ def status(cluster: Cluster) -> dict[str, Any]:
         "dead": format_ranks(cluster.health.dead),
         "slowed": info.slowed,
         "owner_pid": os.getpid(),
-        "ranks": [
-            {
-                "rank": row.rank,
-                "host": row.host,
-                "pid": row.pid,
-                "device": row.device,
-                "state": row.state,
-                "memory_bytes": row.rss_bytes,
-                "device_bytes": row.device_bytes,
-                "cell": row.cell,
-            }
-            for row in info.ranks
-        ],
+        "ranks": [{**{name: getattr(row, name) for name in _ROW}, "memory_bytes": row.rss_bytes} for row in info.ranks],
         "mesh": None if info.mesh is None else str(info.mesh),
         "last_result": cluster.cells.last_record,
         "text": cluster_card(info)["text/plain"],

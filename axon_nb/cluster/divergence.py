@@ -19,6 +19,7 @@ from axon_nb.records.protocol.cells import CellEnd
 from axon_nb.records.protocol.inspection import NumbersReply, NumbersRequest
 from axon_nb.records.ranks import name_ranks, unpack_ranks
 from axon_nb.records.training.digests import LAST, NonFinite, StepNumbers
+from axon_nb.records.units import count_of
 
 _POLL_INTERVAL_S = 0.2
 _SOON_S = 0.02
@@ -293,7 +294,7 @@ class NumbersVerdict(Struct, frozen=True):
         """The verdict in one sentence."""
         if self.finding is not None:
             return self.finding.claim
-        steps = f"{self.steps} step{'' if self.steps == 1 else 's'}"
+        steps = count_of(self.steps, "step")
         equal = "replicas are equal, and " if self.compared else "no parameter has replicas; "
         return f"Numbers of {steps} on {name_ranks(self.ranks)}: {equal}all gradients and losses are finite."
 

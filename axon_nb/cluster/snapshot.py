@@ -18,6 +18,7 @@ from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.protocol import recovery as protocol
 from axon_nb.records.protocol.wire import RankCall
 from axon_nb.records.ranks import name_ranks
+from axon_nb.records.units import count_of
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
@@ -87,7 +88,7 @@ def _last_cells(answers: Mapping[int, protocol.Undoable], count: int) -> list[pr
             "`%distributed config undo_memory` is 0."
         )
     if len(cells) < count:
-        raise UsageError(f"Only {len(cells)} cell{'s' * (len(cells) > 1)} can be undone; got {count}.")
+        raise UsageError(f"Only {count_of(len(cells), 'cell')} can be undone; got {count}.")
     return cells[-count:]
 
 
@@ -219,13 +220,3 @@ class Trials:
         """Give up what the ranks keep, unless a repair needs it."""
         if self._is_kept and not self.lost and self._state.running and not self._state.health.dead:
             ask(self._state.connection, dict.fromkeys(self._state.ranks, protocol.ForgetProtected(self._key)))
-
-
-def begin_trials(
-    restores: bool | Trials | None, state: ClusterState, ranks: Sequence[int], limit: int
-) -> bool | Trials:
-    """Before a cell: return the trials that its option `restores` asks for, once they have begun; False: none."""
-    trials = Trials(state, ranks, limit) if restores is True else restores
-    if trials:
-        trials.begin()
-    return trials or False

@@ -43,7 +43,7 @@ from axon_nb.records.protocol.transfer import (
 )
 from axon_nb.records.protocol.wire import RankCall, cell_source
 from axon_nb.records.ranks import name_ranks
-from axon_nb.records.units import format_bytes
+from axon_nb.records.units import count_of, format_bytes
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
@@ -283,7 +283,7 @@ def split_value(value: Any, count: int, *, dim: int = 0, name: str = "the value"
         return [rows[start:end] for start, end in _bounds(len(value), count)]
     if _is_array(value) or _is_tensor(value):
         if not -value.ndim <= dim < value.ndim:
-            raise UsageError(f"--dim {dim}: {name} has {value.ndim} dimension{'' if value.ndim == 1 else 's'}.")
+            raise UsageError(f"--dim {dim}: {name} has {count_of(value.ndim, 'dimension')}.")
         before = (slice(None),) * (dim % value.ndim)
         plain = _plain(value)
         return [_like(value, plain[(*before, slice(start, end))]) for start, end in _bounds(value.shape[dim], count)]

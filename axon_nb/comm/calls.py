@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from axon_nb.records.hooks import hook, missing_hooks
-from axon_nb.records.units import format_bytes
+from axon_nb.records.units import aligned, format_bytes
 from axon_nb.records.waits import PUBLIC_NAMES
 
 if TYPE_CHECKING:
@@ -139,13 +139,8 @@ class CallCounts:
             table.append((row.operation, peer, f"{row.calls:,}", format_bytes(row.bytes), format_bytes(row.sent)))
         peers = any(line[1] for line in table[1:])
         columns = [column for column in range(5) if peers or column != 1]
-        widths = [max(len(line[column]) for line in table) for column in columns]
         return "\n".join(
-            "  ".join(
-                line[column].ljust(width) if column == 0 else line[column].rjust(width)
-                for column, width in zip(columns, widths, strict=True)
-            ).rstrip()
-            for line in table
+            aligned([[line[column] for column in columns] for line in table], [column > 0 for column in columns])
         )
 
 

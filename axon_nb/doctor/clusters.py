@@ -12,7 +12,7 @@ import difflib
 import shlex
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from axon_nb.errors import AxonError, UsageError
 from axon_nb.host.client import AgentQuery
 from axon_nb.host.run_dir import RunDir, all_run_dirs
 from axon_nb.records.protocol.agent import GetInfo, Stop
-from axon_nb.records.units import format_bytes, format_seconds
+from axon_nb.records.units import aligned, count_of, format_bytes, format_seconds
 
 _REPLY_TIMEOUT_S = 5.0
 """An agent does not reply while it imports torch, but the agent of a cluster with ranks has done so."""
@@ -66,16 +66,11 @@ class FoundCluster(Struct, frozen=True):
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
+        names = ("name", "state", "num_ranks", "since", "keep_alive_left_s", "last_activity", "agent_pid")
         return {
-            "name": self.name,
-            "state": self.state,
-            "num_ranks": self.num_ranks,
+            **{name: getattr(self, name) for name in names},
             "backend": self.backend or None,
             "engines": self.engines or None,
-            "since": self.since,
-            "keep_alive_left_s": self.keep_alive_left_s,
-            "last_activity": self.last_activity,
-            "agent_pid": self.agent_pid,
             "rank_pids": {str(rank): pid for rank, pid in self.rank_pids.items()},
             "folder": str(self.run_dir.path),
         }
@@ -176,7 +171,7 @@ def describe(one: FoundCluster) -> str:
     """Describe a cluster in one line."""
     if one.state == "dead":
         return f"dead: files only, in {one.run_dir.path}"
-    ranks = f"{one.num_ranks} rank{'s' if one.num_ranks != 1 else ''}"
+    ranks = count_of(one.num_ranks, "rank")
     parts = [f"{ranks}, {one.backend}" if one.backend else ranks, _since(one), state_words(one)]
     if one.agent_pid is not None:
         parts.append(f"agent pid {one.agent_pid}")
@@ -200,12 +195,6 @@ def _since(one: FoundCluster) -> str:
 def ago(time_s: float | None) -> str:
     """Describe how long ago a Unix time was."""
     return "-" if time_s is None else f"{format_seconds(max(0.0, time.time() - time_s))} ago"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of text as lines with columns of equal width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def table(entries: list[FoundCluster]) -> str:
@@ -309,7 +298,7 @@ def overview(found: list[SeenCluster]) -> str:
     users, ranks = len({one.user for one in found}), sum(one.num_ranks for one in found)
     memory = format_bytes(sum(one.memory_bytes for one in found))
     counts = ((len(found), "cluster"), (users, "user"), (ranks, "rank"))
-    total = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
+    total = ", ".join(count_of(*each) for each in counts)
     return "\n".join([*aligned(rows), f"{total}, {memory}."])
 
 
@@ -415,8 +404,7 @@ def _stop(one: FoundCluster) -> str:
             if left
             else f"The host agent of {one.name!r} did not stop within {_STOP_TIMEOUT_S:.0f} s; see `axon-nb list`."
         )
-    ranks = f"{one.num_ranks} rank{'s' if one.num_ranks != 1 else ''}"
-    return f"Stopped cluster {one.name!r} ({ranks})."
+    return f"Stopped cluster {one.name!r} ({count_of(one.num_ranks, 'rank')})."
 
 
 def _no_reply(one: FoundCluster) -> str:

@@ -10,6 +10,8 @@ from typing import Literal
 from msgspec import Struct, field
 from msgspec.structs import asdict
 
+from axon_nb.records.units import count_of
+
 Severity = Literal["ok", "note", "problem"]
 """``problem``: something fails or will fail here. ``note``: worth knowing, such as leftovers."""
 
@@ -88,7 +90,7 @@ class Report(Struct, frozen=True):
     def summary(self) -> str:
         """Number of problems and notes, in words."""
         counts = [(self._count("problem"), "problem"), (self._count("note"), "note")]
-        parts = [f"{number} {word}{'s' if number > 1 else ''}" for number, word in counts if number]
+        parts = [count_of(*each) for each in counts if each[0]]
         return ", ".join(parts) or "no problems"
 
     def _action_needed(self) -> list[list[Finding]]:

@@ -124,8 +124,6 @@ class PostMortem:
 
     def start(self) -> str:
         """Open the debugger in the innermost frame of the saved error; return the position as the debugger shows it."""
-        from IPython.core.debugger import Pdb
-
         trace = _from_user_frame(self._error.__traceback__) if self._error is not None else None
         if trace is None:
             return ""

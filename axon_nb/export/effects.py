@@ -252,14 +252,15 @@ def _changes_in_place(statement: ast.stmt) -> bool:
     return isinstance(statement, (ast.Assign, ast.AugAssign, ast.For, ast.While, ast.With, ast.If, ast.Delete))
 
 
+def called_name(call: ast.Call) -> str:
+    """Return the last name of what is called; empty if it has none."""
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
 def _calls(tree: ast.Module) -> set[str]:
     """Names of all called functions and methods."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            function = node.func
-            names.add(function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", ""))
-    return names
+    return {called_name(node) for node in ast.walk(tree) if isinstance(node, ast.Call)}
 
 
 def _references(trees: Iterable[ast.AST], known: set[str]) -> dict[str, set[str]]:

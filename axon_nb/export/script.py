@@ -13,7 +13,7 @@ from pathlib import PurePath
 from msgspec import Struct
 
 from axon_nb.errors import UsageError
-from axon_nb.export.effects import effects, live_cells
+from axon_nb.export.effects import called_name, effects, live_cells
 from axon_nb.export.steps import CellStep, History, SeedStep, Step, ValueStep, script_steps
 from axon_nb.export.translation import Imports, indent_code, packages_in, parse
 from axon_nb.records.history import SessionFacts
@@ -449,8 +449,7 @@ class _Writer:
 def _is_shown(value: ast.expr) -> bool:
     """Whether the expression at a cell's end is meant to be displayed; among calls, only known ones are."""
     if isinstance(value, ast.Call):
-        name = getattr(value.func, "attr", getattr(value.func, "id", ""))
-        return name in _DISPLAYED_CALLS
+        return called_name(value) in _DISPLAYED_CALLS
     return not isinstance(value, (ast.Await, ast.Constant, ast.Yield))
 
 

@@ -21,6 +21,7 @@ from axon_nb.comm.collectives.reduction import all_reduce_sum
 from axon_nb.comm.errors import InvalidArgumentError, TensorError
 from axon_nb.comm.group import Backend, GroupLike, ProcessGroup, resolve
 from axon_nb.comm.placements import declare_placements
+from axon_nb.records.units import aligned
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -277,12 +278,7 @@ class ExpertLoad:
         lines = [["layer", *map(str, range(self.tokens.shape[2])), "dropped"]]
         for name, loads, dropped in zip(self.layers, self.tokens.sum(1).tolist(), self._dropped(), strict=True):
             lines.append([name, *map(str, loads), dropped])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = (
-            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
-            for line in lines
-        )
-        return "\n".join("  ".join(cells).rstrip() for cells in text)
+        return "\n".join(aligned(lines, [at > 0 for at in range(len(lines[0]))]))
 
     def _dropped(self) -> list[str]:
         totals = self.tokens.sum((1, 2)).tolist()

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from axon_nb.records.colors import INK, KINDS, RANKS, ROLES, STATES
 from axon_nb.records.spans import Span
+from axon_nb.records.units import aligned
 
 _ALIGN_LEFT = " style='text-align:left'"
 _LINES = "rgba(128, 128, 128, 0.3)"
@@ -52,15 +53,8 @@ def format_flops(per_s: float) -> str:
 
 def text_table(summary: str, head: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> str:
     """Format a summary line, a table whose numeric columns are right-aligned, and notes."""
-    lines = [head, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    numbers = _numeric(head, rows)
-
-    def shown(line: Sequence[str]) -> str:
-        cells = zip(line, widths, numbers, strict=True)
-        return "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells).rstrip()
-
-    return "\n".join([summary, *map(shown, lines), *(f"- {note}" for note in notes)])
+    table = aligned([head, *rows], _numeric(head, rows))
+    return "\n".join([summary, *table, *(f"- {note}" for note in notes)])
 
 
 def html_table(summary: str, head: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> str:

@@ -110,6 +110,25 @@ class MemorySetup(Struct, frozen=True):
         """The optimizer's name in `torch.optim` and its options."""
         return ("sgd", {"momentum": 0.9}) if self.optimizer == WITH_MOMENTUM else (self.optimizer, {})
 
+    def plan_options(self, trained: MemorySetup, known: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what it says to `axon_nb.plan.memory`.
+
+        Args:
+            trained: How the model is trained.
+            known: The options of the optimizer with which it is.
+        """
+        optimizer, options = self.optimizer_arguments
+        return {
+            "mesh": self.mesh,
+            "strategy": self.strategy,
+            "optimizer": optimizer,
+            "optimizer_options": dict(known) if self.optimizer == trained.optimizer else options,
+            "dtype": self.dtype or None,
+            "mixed_precision": self.mixed_precision or None,
+            "cpu_offload": self.cpu_offload,
+            "batch": self.batch,
+        }
+
     @property
     def mesh(self) -> dict[str, int]:
         """Size of each mesh axis.

@@ -1,6 +1,8 @@
-"""Human-readable bytes and durations."""
+"""Human-readable bytes, durations, counts and tables of text."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -37,3 +39,16 @@ def format_seconds(seconds: float) -> str:
         return f"{whole // 60} min {whole % 60:02d} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def count_of(number: int, noun: str) -> str:
+    """Format a number of things: ``1 rank``, ``2 ranks``, ``1,024 ranks``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool] = ()) -> list[str]:
+    """Format rows of text as lines with columns of equal width, flush left but for those that `right` says."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    flush = [str.rjust if is_right else str.ljust for is_right in right] or [str.ljust] * len(widths)
+    placed = ((put(cell, width) for put, cell, width in zip(flush, row, widths, strict=True)) for row in rows)
+    return ["  ".join(cells).rstrip() for cells in placed]

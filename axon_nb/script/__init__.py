@@ -13,6 +13,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from axon_nb.errors import UsageError
+from axon_nb.export.effects import called_name
+from axon_nb.export.translation import packages_in
 from axon_nb.script.course import Block, Course, read_course
 
 __all__ = ["ImportReport", "import_script"]
@@ -139,13 +141,8 @@ def _kinds(blocks: Sequence[Block], course: Course) -> list[str]:
 def _head(code: str, source: Path, folder: Path) -> list[str]:
     """Statements that a cell needs to find what the script finds."""
     lines = []
-    tops = {
-        name.partition(".")[0]
-        for node in ast.walk(ast.parse(code))
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0)
-        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
-    }
-    beside = any((source.parent / f"{top}.py").is_file() or (source.parent / top).is_dir() for top in tops if top)
+    tops = packages_in(ast.parse(code))
+    beside = any((source.parent / f"{top}.py").is_file() or (source.parent / top).is_dir() for top in tops)
     if beside and source.parent != folder:
         lines += ["import sys", f"sys.path.insert(0, {str(source.parent)!r})"]
     if re.search(r"\b__file__\b", code):
@@ -187,8 +184,7 @@ def _kind(block: Block) -> str:
         return "loop"
     value = getattr(node, "value", None)
     if isinstance(value, ast.Call):
-        name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
-        return "loop" if _TRAINS.fullmatch(name) else "set-up"
+        return "loop" if _TRAINS.fullmatch(called_name(value)) else "set-up"
     return "set-up"
 
 

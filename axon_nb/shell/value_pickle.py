@@ -36,6 +36,7 @@ _ATTRIBUTES = (
 _MAX_INLINE_BYTES = 4 << 10
 """Smaller memory travels within the pickle."""
 _CANNOT_PICKLE = re.compile(r"cannot pickle '([^']+)'")
+_NAMES = {"_thread.lock": "a lock", "_thread.RLock": "a lock", "weakref": "a weak reference"}
 _HOST = (1, 3)
 """DLPack's types of devices whose memory the CPU reads: its own, and pinned memory."""
 _CUDA = 2
@@ -316,6 +317,12 @@ def unpack(parts: Sequence[Any]) -> Any:
         Exception: anything that its classes raise, such as ImportError.
     """
     return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def unpicklable(error: BaseException) -> str:
+    """Name what Python refuses to pickle, such as ``a lock``; empty if the error is another one."""
+    match = _CANNOT_PICKLE.search(str(error))
+    return _NAMES.get(match[1], f"a {match[1]}") if match else ""
 
 
 def cannot_pickle(error: BaseException) -> str:

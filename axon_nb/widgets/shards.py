@@ -21,7 +21,7 @@ from axon_nb.cluster.inspection.variables import LayoutRequest
 from axon_nb.records.colors import INK, KINDS, RANKS
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.telemetry import Shard
-from axon_nb.records.units import format_bytes
+from axon_nb.records.units import aligned, format_bytes
 from axon_nb.widgets import html
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.panel import LivePanel, LiveView
@@ -421,11 +421,7 @@ def shards_bundle(title: str, tensors: Sequence[PlacedTensor], notes: Sequence[s
 
 def _page_text(title: str, tensors: Sequence[PlacedTensor], folded: Sequence[Alike], notes: Sequence[str]) -> str:
     rows = [(_shown_name(row), *_page_cells(row.first)) for row in folded]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)] if rows else []
-    lines = (
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-    return "\n".join([heading(title, tensors), *lines, *notes])
+    return "\n".join([heading(title, tensors), *(f"  {line}" for line in aligned(rows)), *notes])
 
 
 def _shown_name(row: Alike) -> str:

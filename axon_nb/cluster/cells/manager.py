@@ -27,7 +27,7 @@ from axon_nb.cluster.recovery.new_ranks import kept_of
 from axon_nb.cluster.recovery.repair import AgentWatch, Recovery, auto_repair, rebuild_if_back, replace_stuck
 from axon_nb.cluster.rpc import request_all
 from axon_nb.cluster.settings import Settings
-from axon_nb.cluster.snapshot import Trials, begin_trials
+from axon_nb.cluster.snapshot import Trials
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError, UsageError
 from axon_nb.records.environment import OUTPUT_AT_END
@@ -155,7 +155,9 @@ class CellManager:
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout must be a number of seconds above 0; got {timeout:g}.")
         ahead = [rank for other in list(state.active_cells) for rank in other.unfinished if rank in ranks]
-        options["restores"] = begin_trials(options.get("restores"), state, ranks, self.settings.undo_memory)
+        if trials := options.get("restores"):
+            options["restores"] = trials = Trials(state, ranks, self.settings.undo_memory) if trials is True else trials
+            trials.begin()
         run = self.new_run(ranks, options)
         try:
             self._send(run, code, options, ahead)

@@ -183,23 +183,13 @@ def plan_options(setup: MemorySetup, facts: ModelFacts, spec: Any) -> dict[str, 
     """
     inputs = [_input(value, facts.setup.batch, spec) for value in facts.inputs or ()]
     tokens = facts.loss == "tokens"
-    optimizer, options = setup.optimizer_arguments
-    if setup.optimizer == facts.setup.optimizer:
-        options = dict(facts.optimizer_options)
     checkpointed = HasClassName(facts.blocks) if facts.blocks else True
     return {
-        "mesh": setup.mesh,
-        "strategy": setup.strategy,
+        **setup.plan_options(facts.setup, facts.optimizer_options),
         "inputs": tuple(inputs),
         # Torch's schedules split a target into microbatches, whatever the loss does with it.
         "target": inputs[0] if tokens or setup.pp > 1 else None,
         "loss": LazyFunction("axon_nb.parallel.models", "next_byte_loss") if tokens else None,
-        "optimizer": optimizer,
-        "optimizer_options": options,
-        "dtype": setup.dtype or None,
-        "mixed_precision": setup.mixed_precision or None,
-        "cpu_offload": setup.cpu_offload,
-        "batch": setup.batch,
         "activation_checkpointing": checkpointed if setup.activation_checkpointing else None,
         "wrap": None if facts.units is None else HasClassName(facts.units),
         "num_microbatches": setup.num_microbatches if setup.pp > 1 else None,

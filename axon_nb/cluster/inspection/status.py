@@ -23,7 +23,7 @@ from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.stacks import RankStack, Stacks
 from axon_nb.records.telemetry import Activity, ClusterInfo, GpuUse, MeshInfo, MeshSlice, RankInfo, RankState
 from axon_nb.records.training.job import JobReport
-from axon_nb.records.units import format_bytes
+from axon_nb.records.units import aligned, count_of, format_bytes
 from axon_nb.records.waits import missing_ranks
 
 if TYPE_CHECKING:
@@ -323,12 +323,18 @@ def cluster_card(info: ClusterInfo, *, measured: bool = True) -> dict[str, str]:
 
 
 def _heading(info: ClusterInfo) -> list[str]:
-    ranks = f"{info.num_ranks} rank{'' if info.num_ranks == 1 else 's'}"
     protected = [f"protected: step {info.protected}"] if info.protected is not None else []
     slowed = [f"slowed: {info.slowed}"] if info.slowed else []
     backend = "shared memory" if info.backend == "shm" else info.backend
     engines = [f"engines: {info.engines}"] if info.engines != "axon" else []
-    return [ranks, backend, f"on {_hosts(info.host.split(', '))}", *engines, *protected, *slowed]
+    return [
+        count_of(info.num_ranks, "rank"),
+        backend,
+        f"on {_hosts(info.host.split(', '))}",
+        *engines,
+        *protected,
+        *slowed,
+    ]
 
 
 def _hosts(names: Collection[str]) -> str:
@@ -440,18 +446,8 @@ def _card_html(info: ClusterInfo, rows: Sequence[Sequence[RankInfo]], columns: _
 
 
 def _card_text(info: ClusterInfo, rows: Sequence[Sequence[RankInfo]], columns: _Columns) -> str:
-    widths = [max(len(title), *map(len, text), 0) for title, _, text in columns]
-    lines = [
-        [title for title, _, _ in columns],
-        *([text[i] for _, _, text in columns] for i in range(len(rows[:_MAX_ROWS]))),
-    ]
-    table = (
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, (_, number, _) in zip(line, widths, columns, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    lines = zip(*((title, *text[:_MAX_ROWS]) for title, _, text in columns), strict=True)
+    table = aligned(list(lines), [number for _, number, _ in columns])
     state = "running" if info.running else "not running"
     mesh = mesh_text(info.mesh) if info.mesh is not None else []
     return "\n".join(

@@ -14,6 +14,7 @@ from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.protocol import inspection as protocol
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.telemetry import Shard
+from axon_nb.records.units import count_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -155,7 +156,7 @@ def summary_of(name: str, differences: pd.DataFrame) -> str:
     if differences.empty:
         return f"{name!r} is the same on all ranks."
     if differences["values"].str.startswith(f"{_NOT_COMPARED}: ").all():
-        parts = f"{len(differences)} part{'' if len(differences) == 1 else 's'}"
+        parts = count_of(len(differences), "part")
         return f"{name!r} does not differ where it was compared; {parts} could not be compared:"
     return ""
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from axon_nb.cluster.output.merge import Choice, Item, MergeQueue
 from axon_nb.cluster.output.sinks import num_bytes
-from axon_nb.records.units import exact_bytes
+from axon_nb.records.units import count_of, exact_bytes
 
 RATE = 400_000
 """Maximum number of bytes in any second. Jupyter's server drops all messages of a kernel that sends 1 MB/s of text."""
@@ -221,7 +221,7 @@ def _narrow(line: str) -> str:
 
 
 def _sentence(lines: int, displays: int, size: int, limit: int, *, each: bool, exceeded: bool) -> str:
-    parts = [_plural(number, noun) for number, noun in ((lines, "line"), (displays, "display")) if number]
+    parts = [count_of(number, noun) for number, noun in ((lines, "line"), (displays, "display")) if number]
     amount = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
     what = f"… {' and '.join(parts) or 'text'} ({amount}){' each' if each else ''} not shown: "
     if not exceeded:
@@ -230,7 +230,3 @@ def _sentence(lines: int, displays: int, size: int, limit: int, *, each: bool, e
     return what + (
         f"the limit is {exact_bytes(limit)} per cell; run `%distributed config output_limit={larger}MiB` to raise it …"
     )
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"

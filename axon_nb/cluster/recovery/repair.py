@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _ABORT_TIMEOUT_S = 2.0
 _AGENT_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 5.0
-AGENT_SILENT = "the host agent does not respond, as if it was stopped or swapped out"
+_AGENT_SILENT = "the host agent does not respond, as if it was stopped or swapped out"
 _ATTEMPTS = 3
 _ATTEMPT_TIMEOUT_S = 10.0
 _SLOW_ATTEMPT_TIMEOUT_S = 60.0
@@ -84,8 +84,7 @@ def repair(
     targets = sorted({*state.health.dead, *state.health.lost_contexts, *(ranks or ())})
     _check_request(state, targets, source, names, all_allowed)
     survivors = [rank for rank in state.ranks if rank not in targets]
-    if not state.connection.agent.responds(_AGENT_TIMEOUT_S):
-        raise StartError(f"{AGENT_SILENT[0].upper()}{AGENT_SILENT[1:]}. Wait for it, or run `%distributed restart`.")
+    raise_if_silent(state)
     layout = state.layout if host is None else _moved(state, targets, host)
     start_missing(state.connection, layout, state.hosts, targets)
     with new_ranks.interrupts_deferred() as interrupted:
@@ -93,11 +92,20 @@ def repair(
         _kill(state, [rank for rank in targets if rank not in state.health.dead])
         lost = ask(state.connection, dict.fromkeys(survivors, protocol.FindLostShards(tuple(targets))))
         _replace_ranks(state, layout, targets, survivors, interrupted)
-        copied = None if source is None else _copy(state, targets, survivors, source, names)
+        copied = new_ranks.Copied() if source is None else _copy(state, targets, survivors, source, names)
         returned = _return(state, targets) if targets and source is None else None
-    return new_ranks.RepairReport.of(
-        targets, survivors, reasons=reasons, source=source, copied=copied, lost=lost, returned=returned
-    )
+    largest: dict[str, protocol.LostShards] = {}  # of what the survivors report
+    for part in (part for parts in lost.values() for part in parts):
+        if part.name not in largest or part.bytes > largest[part.name].bytes:
+            largest[part.name] = part
+    kept = tuple(largest.values()) if returned is None else ()
+    return new_ranks.RepairReport(tuple(targets), tuple(survivors), reasons, source, copied, kept, returned)
+
+
+def raise_if_silent(state: ClusterState) -> None:
+    """Raise StartError if the host agent does not respond."""
+    if not state.connection.agent.responds(_AGENT_TIMEOUT_S):
+        raise StartError(f"{_AGENT_SILENT[0].upper()}{_AGENT_SILENT[1:]}. Wait for it, or run `%distributed restart`.")
 
 
 def _return(state: ClusterState, ranks: Sequence[int]) -> new_ranks.Returned | None:
@@ -382,8 +390,8 @@ class Recovery:
         now = time.monotonic()
         if self._agent.silent_s(now) > (_PATIENCE_AFTER_INTERRUPT_S if self._interrupted() else _PATIENCE_S):
             self._abort_attempt(now)
-            print(f"The process groups were not rebuilt: {AGENT_SILENT}.", file=sys.stderr)
-            reason = f"{AGENT_SILENT}; they are rebuilt with the next cell after it does"
+            print(f"The process groups were not rebuilt: {_AGENT_SILENT}.", file=sys.stderr)
+            reason = f"{_AGENT_SILENT}; they are rebuilt with the next cell after it does"
             return self._disable_groups(reason, self._ranks, until_back=True)
         if not self._futures:
             return self._start_attempt(now)
@@ -492,7 +500,7 @@ def replace_stuck(state: ClusterState, ranks: Sequence[int]) -> list[str]:
         return []
     try:
         if not state.connection.agent.responds(_CELL_PATIENCE_S):
-            return [f"{name_ranks(ranks).capitalize()} cannot be replaced: {AGENT_SILENT}."]
+            return [f"{name_ranks(ranks).capitalize()} cannot be replaced: {_AGENT_SILENT}."]
         return repair(state, ranks, all_allowed=True).lines()
     except AxonError as error:
         return [f"Failed to replace {name_ranks(ranks)}: {error}"]

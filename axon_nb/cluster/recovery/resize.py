@@ -15,14 +15,14 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct
 
 from axon_nb.cluster import rpc
 from axon_nb.cluster.launch.compatibility import refusal
 from axon_nb.cluster.launch.engines import ANSWER_S, STATES_S, ask, gather, join_config, store_address
 from axon_nb.cluster.launch.placement import Layout, place_ranks, raise_if_over_quota, raise_if_too_few
 from axon_nb.cluster.recovery import new_ranks
-from axon_nb.cluster.recovery.repair import AGENT_SILENT
+from axon_nb.cluster.recovery.repair import raise_if_silent
 from axon_nb.errors import AxonError, StartError, UsageError
 from axon_nb.host.resources import usable_cores
 from axon_nb.records.protocol import recovery as protocol
@@ -30,12 +30,11 @@ from axon_nb.records.protocol.agent import EngineInfo, Signal
 from axon_nb.records.protocol.cells import AbortRequest
 from axon_nb.records.protocol.wire import RankCall
 from axon_nb.records.ranks import name_ranks
-from axon_nb.records.units import format_bytes
+from axon_nb.records.units import count_of, format_bytes
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-_AGENT_TIMEOUT_S = 10.0
 _RELEASE_TIMEOUT_S = 10.0
 _RESEND_INTERVAL_S = 0.25
 _LEAVE_TIMEOUT_S = 5.0
@@ -70,9 +69,9 @@ def resize(state: ClusterState, size: int) -> ResizeReport:
             kept = (
                 "All its ranks keep their state." if not dead else f"Run `%distributed repair` for {name_ranks(dead)}."
             )
-            raise StartError(f"{error} The world still has {_count(old)}. {kept}") from None
+            raise StartError(f"{error} The world still has {count_of(old, 'rank')}. {kept}") from None
         committed = change.commit(infos)
-    return ResizeReport.of(old, size, copied, committed)
+    return ResizeReport(old, size, copied, committed)
 
 
 def settle(state: ClusterState, resized_from: Mapping[int, int]) -> None:
@@ -85,7 +84,7 @@ def settle(state: ClusterState, resized_from: Mapping[int, int]) -> None:
     Raises:
         StartError: a rank did not reply.
     """
-    print(f"A resize was interrupted together with its notebook: the world has {_count(state.world_size)}.")
+    print(f"A resize was interrupted together with its notebook: the world has {count_of(state.world_size, 'rank')}.")
     before = max(resized_from.values())
     configs = _configs_of(state, state.layout, state.rank_info)
     for rank in resized_from:  # it may wait for a rank that is gone
@@ -107,11 +106,11 @@ def _check_request(state: ClusterState, size: int) -> None:
     if size < 1:
         raise UsageError(f"A world needs at least 1 rank; got {size}.")
     if size == state.world_size:
-        raise UsageError(f"The world already has {_count(size)}.")
+        raise UsageError(f"The world already has {count_of(size, 'rank')}.")
     if state.engines != "axon":
         raise UsageError(
             f"Only ranks that a host agent forks can be resized; these come from the launcher {state.engines!r}. Save "
-            f"a checkpoint and start {_count(size)} instead."
+            f"a checkpoint and start {count_of(size, 'rank')} instead."
         )
     if state.backend == "nccl":
         raise UsageError(
@@ -131,8 +130,7 @@ def _check_request(state: ClusterState, size: int) -> None:
     if size > state.world_size:
         raise_if_too_few(size)
         raise_if_over_quota(size, besides=state.connection.run_dir)
-    if not state.connection.agent.responds(_AGENT_TIMEOUT_S):
-        raise StartError(f"{AGENT_SILENT[0].upper()}{AGENT_SILENT[1:]}. Wait for it, or run `%distributed restart`.")
+    raise_if_silent(state)
 
 
 def _resized(layout: Layout, size: int, *, threads: int) -> Layout:
@@ -266,7 +264,7 @@ class _Change:
         try:
             committed = gather(calls, ANSWER_S, self._connection)
         except StartError as error:
-            raise StartError(f"The world has {_count(self._new)} now, but: {error}") from None
+            raise StartError(f"The world has {count_of(self._new, 'rank')} now, but: {error}") from None
         return [committed[rank] for rank in state.ranks]
 
     def _end_leaving(self) -> None:
@@ -281,10 +279,6 @@ class _Change:
             client.unregister(rank)
 
 
-def _count(size: int) -> str:
-    return f"{size} rank{'s' * (size != 1)}"
-
-
 class ResizeReport(Struct, frozen=True):
     """The result of `Cluster.resize`; displays as text."""
 
@@ -292,35 +286,15 @@ class ResizeReport(Struct, frozen=True):
     """Number of ranks before."""
     new_size: int
     """Number of ranks now."""
-    models: int = 0
-    """DDP, FSDP2 and ZeRO models that were adapted."""
-    samplers: int = 0
-    """Samplers that split their dataset over the new number of ranks."""
-    functions: int = 0
-    """Functions registered with `axon_nb.on_resize`, which all ranks called."""
-    copied: tuple[str, ...] = ()
-    """Names of the variables that new ranks got."""
-    skipped: dict[str, str] = field(default_factory=dict)
-    """Why new ranks did not get each other variable; reads after its name."""
-    size: int = 0
-    """Bytes copied to each new rank."""
-    groups_left: tuple[str, ...] = ()
-    """Variables of process groups that are gone, because some of their ranks have left."""
+    copied: new_ranks.Copied
+    """Variables that new ranks got."""
+    committed: Sequence[protocol.Committed]
+    """What each rank of the new world reports."""
 
-    @classmethod
-    def of(cls, old: int, new: int, copied: new_ranks.Copied, committed: Sequence[protocol.Committed]) -> ResizeReport:
-        """Build the report from what each rank of the new world reports."""
-        return cls(
-            old,
-            new,
-            models=max(one.models for one in committed),
-            samplers=max(one.samplers for one in committed),
-            functions=max(one.functions for one in committed),
-            copied=copied.names,
-            skipped=dict(copied.skipped),
-            size=copied.size,
-            groups_left=tuple(sorted({name for one in committed for name in one.groups_left})),
-        )
+    @property
+    def functions(self) -> int:
+        """Functions registered with `axon_nb.on_resize`, which all ranks called."""
+        return max(one.functions for one in self.committed)
 
     def lines(self) -> list[str]:
         """Return the report as lines."""
@@ -333,19 +307,19 @@ class ResizeReport(Struct, frozen=True):
         lines = [
             f"Resized the world from {self.old_size} to {self.new_size} ranks: {what}. The others keep their state."
         ]
-        adapted = [(self.models, "model"), (self.samplers, "sampler")]
-        if counts := [f"{count} {noun}{'s' * (count != 1)}" for count, noun in adapted if count]:
+        models, samplers = (max(getattr(one, name) for one in self.committed) for name in ("models", "samplers"))
+        adapted = [(models, "model"), (samplers, "sampler")]
+        if counts := [count_of(*each) for each in adapted if each[0]]:
             lines.append(f"Adapted {' and '.join(counts)} to {self.new_size} ranks.")
-        lines += [f"Not copied: `{name}` {reason}." for name, reason in sorted(self.skipped.items())]
-        if self.groups_left:
-            shown = ", ".join(f"`{name}`" for name in self.groups_left)
+        lines += self.copied.not_copied()
+        if left := sorted({name for one in self.committed for name in one.groups_left}):
+            shown = ", ".join(f"`{name}`" for name in left)
             lines.append(f"Some ranks of {shown} left: recreate with `dist.new_group` on all ranks.")
         return lines
 
     def _copied(self) -> str:
-        shown = ", ".join(f"`{name}`" for name in self.copied[:8])
-        more = f" and {len(self.copied) - 8} more" if len(self.copied) > 8 else ""
-        return f"{shown}{more} of rank 0 ({format_bytes(self.size)})" if self.copied else "no variable"
+        shown = self.copied.shown()
+        return f"{shown} of rank 0 ({format_bytes(self.copied.size)})" if shown else "no variable"
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

@@ -46,6 +46,7 @@ from axon_nb.records.protocol.agent import ClusterFacts, GetInfo, ReserveGpus, S
 from axon_nb.records.protocol.cells import CellsRequest, NamesRequest
 from axon_nb.records.protocol.wire import Version, decode, encode, own_version, read_version, refuse_attach
 from axon_nb.records.ranks import name_ranks
+from axon_nb.records.units import count_of
 from axon_nb.troubleshooting import more
 
 _REGISTRATION_TIMEOUT_S = 20.0
@@ -137,7 +138,7 @@ def start(
     cluster_name = _free_name(name)
     _check_number(layout)
     others, layout, ip = with_room(others, layout, ip, cpu=devices == "cpu", backend=backend)
-    starting = f"Starting {'1 rank' if layout.num_ranks == 1 else f'{layout.num_ranks} ranks'} …"
+    starting = f"Starting {count_of(layout.num_ranks, 'rank')} …"
     on_progress(f"{starting} 0 of {layout.num_ranks}")
     if not several_hosts:
         connection = session.prewarm.take(chosen_settings.start_timeout)
@@ -215,10 +216,9 @@ def _make_room(session: NotebookSession, *, force: bool) -> bool:
         UsageError: it has a cluster, or a cell runs there.
     """
     if (existing := session.cluster) is not None:
-        ranks = "1 rank" if existing.world_size == 1 else f"{existing.world_size} ranks"
         raise UsageError(
-            f"The cluster {existing.name!r} with {ranks} is running. Run `%distributed stop` to stop it, or "
-            "`%distributed restart` to restart its ranks."
+            f"The cluster {existing.name!r} with {count_of(existing.world_size, 'rank')} is running. Run "
+            "`%distributed stop` to stop it, or `%distributed restart` to restart its ranks."
         )
     if not force:
         raise_if_busy()
@@ -394,7 +394,7 @@ def stop_detached() -> list[str]:
             agent.request(Stop())  # agents of all versions know this command
             agent.wait_closed(_STOP_TIMEOUT_S)
             lines.append(
-                f"Stopped the cluster {entry.name!r} ({entry.num_ranks} rank{'s' * (entry.num_ranks != 1)}) that this "
+                f"Stopped the cluster {entry.name!r} ({count_of(entry.num_ranks, 'rank')}) that this "
                 "notebook had left running."
             )
     return lines
@@ -507,8 +507,8 @@ def take_over() -> Cluster | None:
         )
     cluster = attach(kept[0].name)
     print(
-        f"Reconnected to the cluster {cluster.name!r} ({_count(cluster.world_size)}) that this notebook had left "
-        f"running. {_holdings(cluster)}",
+        f"Reconnected to the cluster {cluster.name!r} ({count_of(cluster.world_size, 'rank')}) that this notebook had "
+        f"left running. {_holdings(cluster)}",
         flush=True,
     )
     return cluster
@@ -537,12 +537,8 @@ def _other_clusters() -> str:
     with contextlib.suppress(OSError):
         entries = [entry for entry in running() if entry.has_world and not entry.attached]
         if entries:
-            listed = ", ".join(f"{entry.name!r} ({_count(entry.num_ranks)})" for entry in entries)
+            listed = ", ".join(f"{entry.name!r} ({count_of(entry.num_ranks, 'rank')})" for entry in entries)
             return (
                 f" Left running by another kernel: {listed}. Run `%distributed attach {entries[0].name}` to reconnect."
             )
     return ""
-
-
-def _count(number: int) -> str:
-    return f"{number} rank{'s' * (number != 1)}"

@@ -21,6 +21,7 @@ from axon_nb.cluster.rpc import Answer, RankClient
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError
 from axon_nb.records.protocol import cells as protocol
 from axon_nb.records.ranks import name_ranks
+from axon_nb.records.units import count_of
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cells.manager import CellManager
@@ -112,7 +113,7 @@ class OutputReplay:
 
 def _omission_note(omitted: protocol.Omitted, *, first: bool) -> str:
     counts = ((omitted.lines, "line"), (omitted.displays, "display"))
-    parts = [f"{count:,} {noun}{'s' * (count != 1)}" for count, noun in counts if count]
+    parts = [count_of(*each) for each in counts if each[0]]
     if not (parts or omitted.size):
         return ""
     when = "before the notebook reconnected" if first else "in between"

@@ -8,18 +8,16 @@ the registry has a mode in which each thread has its own. The register lists the
 
 from __future__ import annotations
 
-import random
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from msgspec import Struct, field
 from torch._C import _distributed_c10d as c_api
 
 from axon_nb.comm.errors import DeadlockError
+from axon_nb.random_states import random_states, set_random_states
 from axon_nb.records.ranks import format_ranks
 from axon_nb.torch_api import torch_api
 
@@ -201,32 +199,20 @@ class RankContext:
 
     def __init__(self) -> None:
         self._world: Any = _World()
-        self._random: list[Any] = self._read()
+        self._random = random_states()
         self._caller_state: list[Any] = []
 
     def enter(self) -> None:
         """Install this rank's state."""
-        self._caller_state = [c10d._world, self._read()]
+        self._caller_state = [c10d._world, random_states()]
         c10d._world = self._world
-        self._write(self._random)
+        set_random_states(self._random)
 
     def leave(self) -> None:
         """Save this rank's state and restore the previous one."""
-        self._random = self._read()
+        self._random = random_states()
         c10d._world, before = self._caller_state
-        self._write(before)
-
-    @staticmethod
-    def _read() -> list[Any]:
-        numpy = sys.modules.get("numpy")
-        return [torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None]
-
-    @staticmethod
-    def _write(state: list[Any]) -> None:
-        torch.set_rng_state(state[0])
-        random.setstate(state[1])
-        if state[2] is not None:
-            sys.modules["numpy"].random.set_state(state[2])
+        set_random_states(before)
 
 
 def set_thread_isolation(on: bool) -> None:

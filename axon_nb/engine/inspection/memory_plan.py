@@ -446,20 +446,10 @@ def _estimate_states(
     factory: bytes, setup: MemorySetup, facts: ModelFacts, session: RankSession
 ) -> tuple[dict[str, int], int]:
     """Estimate, for the rank that holds most, the bytes by role, and those in host memory."""
-    optimizer, options = setup.optimizer_arguments
-    if setup.optimizer == facts.setup.optimizer:
-        options = dict(facts.optimizer_options)
     estimate = plan.memory(
         plan.CapturedModel("model", factory),
-        mesh=setup.mesh,
-        strategy=setup.strategy,
+        **setup.plan_options(facts.setup, facts.optimizer_options),
         inputs=plan.TensorSpec((1,)),  # nothing runs
-        optimizer=optimizer,
-        optimizer_options=options,
-        dtype=setup.dtype or None,
-        mixed_precision=setup.mixed_precision or None,
-        cpu_offload=setup.cpu_offload,
-        batch=setup.batch,
         device=session.device.type,
         fragmentation=0.0,
         method="closed_form",

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import itertools
 import os
-import re
 import struct
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 from msgspec import Struct, field
+from msgspec.structs import asdict
 from torch.optim import Optimizer
 
 from axon_nb.comm.placements import placed
@@ -32,7 +32,7 @@ from axon_nb.errors import UsageError
 from axon_nb.records.protocol.inspection import LayoutsReply, VariableFacts, VariablePart, VariableTree
 from axon_nb.records.telemetry import Shard
 from axon_nb.records.units import format_bytes
-from axon_nb.shell.value_pickle import array_device, as_numpy
+from axon_nb.shell.value_pickle import array_device, as_numpy, unpicklable
 from axon_nb.torch_api import torch_api
 
 _MAX_SECONDS = 30.0
@@ -43,22 +43,14 @@ _MAX_BYTES = 1 << 28
 """Most bytes of leaves that are sent to be compared element by element."""
 _MAX_TEXT = 400
 _CHUNK = 1 << 26
-_CANNOT_PICKLE = re.compile(r"cannot pickle '([^']+)'")
-_NAMES = {
-    "_thread.lock": "a lock",
-    "_thread.RLock": "a lock",
-    "generator": "a generator",
-    "weakref": "a weak reference",
-}
 _MAX_DIGEST = 1 << 30
 """Largest variable, in bytes, that a table of all variables compares."""
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 
 
 def _reason(value: Any, error: Exception) -> str:
-    match = _CANNOT_PICKLE.search(str(error))
-    if match:
-        return _NAMES.get(match.group(1), f"a {match.group(1)}")
+    if what := unpicklable(error):
+        return what
     return f"a {type(value).__name__}: {type(error).__name__}: {str(error).partition(chr(10))[0][:100]}".rstrip(": ")
 
 
@@ -498,12 +490,6 @@ def _shard(name: str, role: str, tensor: Any, known: Mapping[str, Any], *, shard
         dtype=str(local.dtype).removeprefix("torch."),
         device=str(local.device),
         bytes=size + place.padding,
-        padding=place.padding,
-        global_shape=place.global_shape,
-        offset=place.offset,
-        placements=place.placements,
-        axes=place.axes,
-        mesh_shape=place.mesh_shape,
-        coordinates=place.coordinates,
         gathered=sharded is not None,
+        **asdict(place),
     )

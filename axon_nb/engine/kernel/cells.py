@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from msgspec import Struct, field
+from msgspec.structs import replace
 from torch import nn
 
 from axon_nb.engine.debugger import Breakpoints, PostMortem
@@ -84,14 +85,6 @@ class _Message(Struct):
     size: int
 
 
-class _Omitted(Struct):
-    """How much output was discarded."""
-
-    lines: int = 0
-    size: int = 0
-    displays: int = 0
-
-
 class _CellRecord(Struct):
     """One cell."""
 
@@ -104,9 +97,9 @@ class _CellRecord(Struct):
     """Number of the last message; the first is 1."""
     fetched: int = 0
     replay_until: float = 0.0
-    omitted: _Omitted = field(default_factory=_Omitted)
+    omitted: protocol.Omitted = field(default_factory=protocol.Omitted)
     """Over the whole cell."""
-    newly_omitted: _Omitted = field(default_factory=_Omitted)
+    newly_omitted: protocol.Omitted = field(default_factory=protocol.Omitted)
     """Since the last request of a replay."""
     sent: int = 0
     """How many messages were sent on the output channel, those included that are not saved."""
@@ -178,7 +171,7 @@ class _CellRecord(Struct):
     def report(self, since: int) -> protocol.CellReport:
         """Report messages after number `since` (0: all saved ones), the amount omitted before them, and the outcome."""
         self.fetched, self.replay_until = since, time.monotonic() + _REPLAY_TIMEOUT_S
-        omitted, self.newly_omitted = (self.newly_omitted if since else self.omitted), _Omitted()
+        omitted, self.newly_omitted = (self.newly_omitted if since else self.omitted), protocol.Omitted()
         return protocol.CellReport(
             run=self.facts.run,
             facts=self.facts if not since else None,
@@ -189,7 +182,7 @@ class _CellRecord(Struct):
                 if message.number > since
             ],
             last=self.last,
-            omitted=protocol.Omitted(omitted.lines, omitted.size, omitted.displays),
+            omitted=replace(omitted),  # the cell may go on
             outcome=None if self.reply is None else protocol.read_outcome(self.reply),
         )
 

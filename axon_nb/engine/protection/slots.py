@@ -207,19 +207,16 @@ def read_bytes(fd: int, offset: int, size: int) -> bytearray:
     return data
 
 
-def structure_pickler(
-    managed: Mapping[int, Any],
-) -> Callable[[Any, Callable[[torch.UntypedStorage], namespaces.Place]], Any]:
-    """Return the pickler for the same rank.
+class _Pickler(namespaces.NamespacePickler):
+    """Pickles for the same rank.
 
     Args:
         managed: By the `id` of each parameter that FSDP2 manages, mesh and placements of the DTensor that it was before
             `fully_shard`; None: a plain tensor.
+        file: Takes the structure.
+        save: Saves the content of a storage.
     """
-    return functools.partial(_Pickler, managed)
 
-
-class _Pickler(namespaces.NamespacePickler):
     def __init__(
         self, managed: Mapping[int, Any], file: Any, save: Callable[[torch.UntypedStorage], namespaces.Place]
     ) -> None:
@@ -345,7 +342,7 @@ def pack(
     """
     models = fsdp_models()
     shards = own_shards(models)
-    make = structure_pickler(shards.split)
+    make = functools.partial(_Pickler, shards.split)
     content: dict[str, Any] = {
         "gradients": [pair for pair in snapshot.state.gradients() if id(pair[0]) not in shards.split],
         "fsdp_calls": fsdp_calls(models),

@@ -18,7 +18,6 @@ import importlib
 import io
 import os
 import pickle
-import re
 import struct
 import sys
 import types
@@ -54,7 +53,7 @@ from axon_nb.engine.snapshot.memory import bytes_of, storage_key
 from axon_nb.engine.snapshot.state import StateFinder
 from axon_nb.random_states import random_states, set_random_states
 from axon_nb.records.protocol.transfer import PackedNamespace
-from axon_nb.shell.value_pickle import namespace, reduce_function
+from axon_nb.shell.value_pickle import namespace, reduce_function, unpicklable
 
 Place = tuple[int, int]
 """Where the bytes of a storage lie in a file, and how many there are."""
@@ -65,8 +64,6 @@ _TENSORS = (torch.Tensor, nn.Parameter)
 _BY_NAME = (type, types.FunctionType)
 _EACH_OBJECT = (*_BY_NAME, nn.Module, torch.Tensor)
 """Types of which each object may need other care."""
-_CANNOT_PICKLE = re.compile(r"cannot pickle '([^']+)'")
-_PLAIN = {"_thread.lock": "a lock", "_thread.RLock": "a lock", "generator": "a generator", "module": "a module"}
 _END = struct.Struct("<QQI")
 """Offset, bytes and CRC-32 of the structure: the last bytes of a `StateFile`."""
 _CHUNK_BYTES = 64 << 20
@@ -190,9 +187,8 @@ def find_uncopyable(make: _Make, variables: Mapping[str, Any]) -> dict[str, str]
 def _failure_reason(error: BaseException) -> str:
     if isinstance(error, CannotCopyError):
         return str(error)
-    match = _CANNOT_PICKLE.search(str(error))
-    if match:
-        return f"holds {_PLAIN.get(match.group(1), f'a {match.group(1)}')}, which stays with its process"
+    if what := unpicklable(error):
+        return f"holds {what}, which stays with its process"
     return f"does not pickle ({type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''})"
 
 

@@ -34,7 +34,7 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.models import GPT, Attention, Block, Embedding, Head
 from axon_nb.parallel.tensor.functions import split_sequence
 from axon_nb.parallel.tensor.layouts import HEAD_COUNTS, HEAD_SIZES
-from axon_nb.records.units import format_bytes
+from axon_nb.records.units import aligned, format_bytes
 
 Style = str | ParallelStyle
 _HEADER = ("module", "type", "style", "parameters", "local", "reason")
@@ -304,10 +304,7 @@ class ParallelReport:
             yield name, kind, style or "replicated", shapes, local_text, reason
 
     def __str__(self) -> str:
-        rows = [_HEADER, *self._rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([self._summary(), *lines])
+        return "\n".join([self._summary(), *aligned([_HEADER, *self._rows()])])
 
     __repr__ = __str__
 

@@ -216,11 +216,11 @@ def read_outcome(reply: Mapping[str, Any]) -> CellOutcome:
     return CellOutcome(status, ename, evalue, tuple(reply.get("traceback", ())), decode(CellEnd, reply.get(KEY, {})))
 
 
-class Omitted(Struct, frozen=True):
+class Omitted(Struct):
     """Output that a rank has discarded."""
 
-    lines: int
-    size: int
+    lines: int = 0
+    size: int = 0
     """Characters."""
     displays: int = 0
 

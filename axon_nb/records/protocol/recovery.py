@@ -8,6 +8,8 @@ from msgspec import Struct, field
 
 from axon_nb.records.protocol.agent import EngineInfo
 from axon_nb.records.protocol.wire import RankCall, Request
+from axon_nb.records.ranks import format_ranks
+from axon_nb.records.units import format_bytes
 
 ENGINE_ENTRY = "axon_nb.engine.bootstrap:run_engine"
 """Entry point of a forked rank, as ``module:function``."""
@@ -237,6 +239,13 @@ class LostShards(Struct, frozen=True):
     """How many it has in all."""
     bytes: int
     """Size of the lost shards."""
+
+    def __str__(self) -> str:
+        if isinstance(self.parts, tuple):
+            return f"stage {format_ranks(self.parts)} of {self.of} (`{self.name}`)"
+        what = {"module": "parameters", "optimizer": "state tensors"}.get(self.kind)
+        count = f"{self.parts} of {self.of} {what}, " if what else ""
+        return f"its part of `{self.name}` ({count}{format_bytes(self.bytes)})"
 
 
 class FindLostShards(RankCall[list[LostShards]], frozen=True):

@@ -18,7 +18,7 @@ from axon_nb.cluster.inspection.spans import SpanTable
 from axon_nb.records.colors import INK
 from axon_nb.records.spans import Span
 from axon_nb.records.training.steps import PipelineStep
-from axon_nb.records.units import format_bytes, format_seconds
+from axon_nb.records.units import aligned, format_bytes, format_seconds
 from axon_nb.widgets import html
 from axon_nb.widgets.timeline import content, facts
 
@@ -458,8 +458,7 @@ def comparison_bundle(cells: Sequence[tuple[str, SpanTable]], ranks: Sequence[in
         notice = html.notice(summary.notice.claim, summary.notice.text) if summary.notice is not None else ""
         drawn = pictures(table, summary, ranks, (start, start + round(length * 1e9)))
         body += f'<div style="margin:8px 0 2px">{title}</div>{notice}{drawn}'
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    lines = aligned([head, *rows], [True] * len(head))
     sentences = [f"{title}: {part.notice}" for title, part in zip(titles, summaries, strict=True) if part.notice]
     return {
         "text/html": html.figure(body, heading=heading),
