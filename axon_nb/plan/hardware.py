@@ -545,15 +545,16 @@ def links_of_card(card: Card, axes: Mapping[str, int], shares: Shares = FITTED) 
     return {axis: links[axis] for axis in axes}
 
 
-def link_between(card: Card, ranks: Sequence[int]) -> Link:
+def link_between(card: Card, ranks: Sequence[int], shares: Shares = FITTED) -> Link:
     """Return the link between some ranks, of which each 8 in a row share a host; see `links_of_card`.
 
     Args:
         card: The card.
         ranks: Numbers in the world.
+        shares: What links achieve of their bandwidth.
     """
     hosts = Counter(rank // card.gpus_per_host for rank in ranks)
-    return _link(card, min(hosts.values(), default=1), len(hosts) > 1, FITTED)
+    return _link(card, min(hosts.values(), default=1), len(hosts) > 1, shares)
 
 
 def _link(card: Card, ranks_per_host: int, between_hosts: bool, shares: Shares) -> Link:

@@ -93,6 +93,8 @@ class OpCounter(TorchDispatchMode):
         self._alive: list[torch.Tensor] = []  # so that no storage reuses another's address
         self.uses: Counter[int] = Counter()
         """How often the optimizer's step reads each tensor, by id."""
+        self.attention: dict[str, list[tuple[int, int]]] = {}
+        """By module: bytes of the keys and values of each attention in forward, and of one element."""
         self.unknown: dict[str, float] = {}
         """Bytes that operations move of which only the bytes are known, by name."""
         self.tracker: Any = None
@@ -110,6 +112,9 @@ class OpCounter(TorchDispatchMode):
             path = "" if self.phase == "optimizer" else self._module()
             work = work_of(func._overloadpacket, args, kwargs, result)
             place[path] = place.get(path, Work()) + work
+            if self.phase == "forward" and "scaled_dot_product" in str(func):
+                _, key, value = tensors_in(args[:3])
+                self.attention.setdefault(path, []).append((key.nbytes + value.nbytes, key.itemsize))
             if work.bytes and _is_unknown(name := str(func._overloadpacket)):
                 self.unknown[name] = self.unknown.get(name, 0.0) + work.bytes
         return result
