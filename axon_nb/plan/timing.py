@@ -63,10 +63,15 @@ def estimate_uncertainty(predict: Predict, rates: Rates, links: Mapping[str, Lin
     def vary(name: str, spread: float, at: Callable[[float], float]) -> None:
         changes[name] = max(seconds - at(1 + spread), 0.0), max(at(1 - spread) - seconds, 0.0)
 
+    def attention(factor: float) -> dict[str, Any]:
+        return {"attention_flops_per_s": rates.attention_flops_per_s and rates.attention_flops_per_s * factor}
+
     vary(
         "the rate of matrix products",
         SPREADS["matrix products"],
-        lambda factor: predict(replace(rates, flops_per_s=rates.flops_per_s * factor), links, overlap),
+        lambda factor: predict(
+            replace(rates, flops_per_s=rates.flops_per_s * factor, **attention(factor)), links, overlap
+        ),
     )
     if (moved := rates.bytes_per_s) is not None:
         vary(

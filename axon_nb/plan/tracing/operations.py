@@ -159,10 +159,13 @@ def work_of(packet: Any, args: Any, kwargs: Any, result: Any) -> Work:
         kwargs: Its arguments by name.
         result: What it returned.
     """
+    flops = None
     if packet in flop_registry:
-        return Work(flops=float(flop_registry[packet](*args, **kwargs, out_val=result)), ops=1)
-    if (formula := _FORMULAS.get(str(packet))) is not None:
-        return Work(flops=float(formula(*args, **kwargs)), ops=1)
+        flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
+    elif (formula := _FORMULAS.get(str(packet))) is not None:
+        flops = float(formula(*args, **kwargs))
+    if flops is not None:
+        return Work(flops, ops=1, attention=flops if "scaled_dot_product" in str(packet) else 0.0)
     return Work(bytes=float(sum(tensor.nbytes for tensor in tensors_in((args, kwargs, result)))), ops=1)
 
 

@@ -360,5 +360,5 @@ def _work(low: Work, high: Work, share: tuple[int, int]) -> Work:
     return Work(*(a + (b - a) * part for a, b in zip(_numbers(low), _numbers(high), strict=True)))
 
 
-def _numbers(work: Work) -> tuple[float, float, float]:
-    return work.flops, work.bytes, work.ops
+def _numbers(work: Work) -> tuple[float, float, float, float]:
+    return work.flops, work.bytes, work.ops, work.attention

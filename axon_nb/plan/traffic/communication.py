@@ -167,7 +167,10 @@ def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
             )
         )
     if layout.size("cp") > 1:
-        rows += tuple(ring_traffic(layout.trace, num_ranks=layout.size("cp"), parts=parts, stages=stages))
+        shares = {name: tp for name in layout.trace.attention if layout.divides_part(name)}
+        rows += tuple(
+            ring_traffic(layout.trace, num_ranks=layout.size("cp"), parts=parts, stages=stages, shares=shares)
+        )
     yield from rows
     if layout.activation_checkpointing:
         yield from _recomputed(rows)

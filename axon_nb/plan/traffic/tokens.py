@@ -48,7 +48,9 @@ def expert_traffic(
             yield Traffic("ep", num_ranks, "all_to_all", phase, what, grouped(sizes), pp_rank=pp_rank)
 
 
-def ring_traffic(trace: ModelTrace, *, num_ranks: int, parts: int, stages: StageAssignment | None) -> Iterator[Traffic]:
+def ring_traffic(
+    trace: ModelTrace, *, num_ranks: int, parts: int, stages: StageAssignment | None, shares: Mapping[str, int]
+) -> Iterator[Traffic]:
     """Yield what `ContextParallel` sends: keys and values to the next rank, in backward also their gradients.
 
     Args:
@@ -56,6 +58,7 @@ def ring_traffic(trace: ModelTrace, *, num_ranks: int, parts: int, stages: Stage
         num_ranks: Along ``cp``.
         parts: Number of microbatches.
         stages: How the model is split over ``pp``; None: it is not.
+        shares: Modules whose heads are sharded over this many ``tp`` ranks.
 
     Raises:
         UsageError: the model has no attention that can be split.
@@ -68,7 +71,7 @@ def ring_traffic(trace: ModelTrace, *, num_ranks: int, parts: int, stages: Stage
     by_rank: dict[int, list[tuple[int, int]]] = {}
     for name, pairs in trace.attention.items():
         pp_rank = 0 if stages is None else stages.rank_of(name)
-        by_rank.setdefault(pp_rank, []).extend(pairs)
+        by_rank.setdefault(pp_rank, []).extend((size // shares.get(name, 1), width) for size, width in pairs)
     for pp_rank, pairs in by_rank.items():
         sizes = [size // parts // num_ranks for size, _ in pairs]
         wide = [size * max(4, itemsize) // itemsize for size, (_, itemsize) in zip(sizes, pairs, strict=True)]
