@@ -18,7 +18,7 @@ from scripts.published_steps import Run, error_of, is_fitted, is_near, load_runs
 
 TARGET = ROOT / "docs" / "plan_published.md"
 SOURCES = {
-    "titan-h100": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 to 6, no context parallelism",
+    "titan-h100": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 to 6",
     "titan-405b": "torchtitan, docs/performance.md of late 2024, Llama 3.1 405B",
     "titan-h200": "torchtitan, benchmarks/llama3_8b_h200_2025-06_torchtitan.md",
     "titan-a100": "torchtitan, docs/performance.md of 2024 (041336434916), Llama 2 and 3 on 64 A100",
@@ -32,10 +32,16 @@ SOURCES = {
         "Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473, table 1 "
         "(not opened again)"
     ),
-    "nemo": (
-        "NVIDIA/NeMo, docs/source/performance/performance_summary.md (070a0bb168d4), NeMo 24.07, no context parallelism"
+    "nemo": ("NVIDIA/NeMo, docs/source/performance/performance_summary.md (070a0bb168d4), NeMo 24.07"),
+    "bridge": "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md (00b7660be025), 25.11, on H100",
+    "automodel": (
+        "NVIDIA-NeMo/Automodel, docs/performance-summary.md (01926a5c443b) of October 2025, with its files in "
+        "examples/benchmark/configs; every expert gets as many tokens"
     ),
-    "bridge": "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md (00b7660be025), 25.11, dense models on H100",
+    "megatron-experts": (
+        "NVIDIA/Megatron-LM, megatron/core/transformer/moe/README.md (022bcb5afe88): the reference mapping of v0.8 for "
+        "Mixtral 8x7B, and the 438 TFLOPS that its text gives for v0.8"
+    ),
     "mosaic-h100": (
         "mosaicml/llm-foundry, scripts/train/benchmarking/README.md (061f2c7ce64e), H100 80GB BF16, 1B to 70B, 2048 to "
         "8192 tokens"
@@ -52,6 +58,7 @@ HEAD = """\
 `tests/plan/test_published.py` checks it.
 
 {summary}
+{new_axes}
 
 A prediction is within 20 % if it and the published time differ by a factor of at most 1.2, in either direction. Every
 row is what `plan.step_time` answers; `arguments_of` in `scripts/published_steps.py` gives its arguments: the mesh and
@@ -62,7 +69,7 @@ name as `rates=` and `links=`.
 |---|---:|---:|---:|---:|
 {halves}
 
-The halves share no model of the same source.
+The halves share no model of the same source. Nothing is fitted to runs in which ranks share experts or a sequence.
 
 ## Assumptions
 
@@ -72,6 +79,7 @@ The halves share no model of the same source.
 - Matrix products achieve a fraction of the datasheet's peak, by card and dtype: the table below.
 - All other operations move the bytes of their operands and results, counted one by one, at {shares.other:.0%} of the
   memory's bandwidth. If they are fused, by `torch.compile` or by hand, {shares.compiled:.0%} of the bytes remain.
+- With float8, linear layers alone compute in it: attention takes twice the time of such products.
 - Attention counts all scores. Its kernels skip the half that a causal mask hides, and reach about half the rate of
   matrix products. Megatron's papers are of before FlashAttention: their models write the scores.
 - Within a host, collectives get {shares.nvlink:.0%} of NVLink's bandwidth; between hosts, {shares.network:.0%} of a
@@ -79,7 +87,8 @@ The halves share no model of the same source.
   with several ranks per host uses as many ports, up to NVLink's bandwidth. Messages also take the latencies of NCCL's
   own model.
 - All communication of data parallelism that can overlap with computation is hidden, up to the computation's length.
-  That of tensor parallelism is not.
+  That of tensor parallelism and of experts is not. Where a sequence is split, keys and values travel while ranks
+  compute, and their gradients do not.
 
 | card | peak, TFLOP/s | achieved |
 |---|---:|---:|
@@ -88,8 +97,10 @@ The halves share no model of the same source.
 ## Steps
 
 Worst first. The error is that of the predicted time. `fit` marks the half to which the assumptions are fitted. Layouts
-are data x tensor x pipeline parallel, with stages per rank if several. `AC` is the part of forward that backward
-recomputes. The last column says what the source does not: a run may differ from the row in it.
+are data x tensor x pipeline parallel, with stages per rank if several; `cp` ranks share a sequence, and `ep` of the
+data ranks share experts. `AC` is the part of forward that backward recomputes. The last column says what the source
+does not: a run may differ from the row in it. The first row's cause is unknown: its source gives 121 TFLOP/s a GPU,
+and `automodel` 277 for the same model on 8 GPUs in bfloat16.
 
 | source | model | card | layout | AC | published | predicted | error | half | assumed |
 |---|---|---|---|---:|---:|---:|---:|---|---|
@@ -118,8 +129,9 @@ A number in parentheses is the commit that was read.
 
 ## What is not compared
 
-Runs with context parallelism, which `axon_nb` does not have. Peaks with tensor parallelism: torchtitan shards the
-sequence and the loss too, which `plan.memory` does not.
+Peaks with tensor parallelism: torchtitan shards the sequence and the loss too, which `plan.memory` does not. Runs in
+which experts are shared across tensor-parallel ranks, as those of Qwen3 235B: in `mesh=`, `ep` is an axis of its own.
+Runs on H800, B200 and GB200, and those whose sources name no layout.
 """
 
 
@@ -140,11 +152,21 @@ def _memory_summary() -> str:
 
 def summary(runs: Sequence[Run]) -> str:
     """Return one sentence that says how accurate the predicted steps are; README.md repeats it."""
-    kept = [run for run in runs if not is_fitted(run)]
+    kept = [run for run in runs if not (is_fitted(run) or run.has_new_axes)]
     near, worst = _accuracy(kept)
     return (
         f"Of {len(kept)} published training steps that nothing was fitted to, {near:.0%} are predicted within 20 %, "
         f"and the worst is off by a factor of {worst:.2f}."
+    )
+
+
+def new_axes(runs: Sequence[Run]) -> str:
+    """Return one sentence about the runs in which ranks share experts or a sequence."""
+    new = [run for run in runs if run.has_new_axes]
+    near, worst = _accuracy(new)
+    return (
+        f"Of {len(new)} more in which ranks share experts or a sequence, {round(near * len(new))} are predicted within "
+        f"20 %, and the worst is off by a factor of {worst:.2f}."
     )
 
 
@@ -154,8 +176,13 @@ def _accuracy(runs: Sequence[Run]) -> tuple[float, float]:
 
 
 def _halves(runs: Sequence[Run]) -> Iterator[str]:
-    for name, wanted in (("fitted to", True), ("kept aside", False)):
-        half = [run for run in runs if is_fitted(run) is wanted]
+    old, new = ([run for run in runs if run.has_new_axes is kind] for kind in (False, True))
+    halves = {
+        "fitted to": [run for run in old if is_fitted(run)],
+        "kept aside": [run for run in old if not is_fitted(run)],
+        "experts or a sequence shared, kept aside": new,
+    }
+    for name, half in halves.items():
         (near, worst), middle = _accuracy(half), math.exp(statistics.median(map(error_of, half)))
         yield f"| {name} | {len(half)} | {near:.0%} | {middle:.2f} | {worst:.2f} |"
 
@@ -163,11 +190,12 @@ def _halves(runs: Sequence[Run]) -> Iterator[str]:
 def _steps(runs: Sequence[Run]) -> Iterator[str]:
     for run in sorted(runs, key=lambda run: -abs(error_of(run))):
         stages = f" x {run.virtual} stages" if run.virtual > 1 else ""
+        shared = "".join(f", {axis} {size}" for axis, size in (("cp", run.cp), ("ep", run.ep)) if size > 1)
         cells = (
             run.source,
             run.model,
             run.card + (", fused" if run.fused else ""),
-            f"{run.gpus} = {run.dp} x {run.tp} x {run.pp}{stages}",
+            f"{run.gpus} = {run.dp} x {run.tp} x {run.pp}{stages}{shared}",
             f"{run.recompute:g}",
             f"{run.step_s:.3g} s",
             f"{predicted(run).total_s:.3g} s",
@@ -183,6 +211,7 @@ def render() -> str:
     runs, rows = load_runs(), memory_rows()
     return HEAD.format(
         summary=summary(runs),
+        new_axes=new_axes(runs),
         halves="\n".join(_halves(runs)),
         shares=FITTED,
         cards="\n".join(

@@ -137,15 +137,17 @@ def peak_rows() -> list[MemoryRow]:
 
 def _what(row: Mapping[str, str]) -> str:
     tokens = f"{row['batch']} x {row['seq']} tokens"
-    return f"{row['model']} on {row['gpus']} GPUs, {tokens}, {row['recompute']} AC, {row['run']}"
+    split = f" over {row['cp']} of them" if row["cp"] != "1" else ""
+    return f"{row['model']} on {row['gpus']} GPUs, {tokens}{split}, {row['recompute']} AC, {row['run']}"
 
 
 def _peak_gib(row: Mapping[str, str]) -> float:
-    tokens = plan.TensorSpec((int(row["batch"]), int(row["seq"])), "int64")
+    tokens, cp = plan.TensorSpec((int(row["batch"]), "seq"), "int64"), int(row["cp"])
     selective = row["recompute"] == "selective"
     found = plan.memory(
         partial(_selective if selective else model_of, MODELS[row["model"]]),
-        int(row["gpus"]),
+        mesh={"dp": int(row["gpus"]) // cp, "cp": cp},
+        seq=int(row["seq"]),
         inputs=tokens,
         target=tokens,
         loss=fused_loss if row["loss"] == "fused" else loss_of,

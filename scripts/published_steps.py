@@ -12,7 +12,7 @@ import torch
 
 from axon_nb.plan.hardware import CARDS, FITTED, Shares, links_of_card
 from axon_nb.plan.timing import StepTime, predict_step, step_time_of
-from axon_nb.plan.traffic.communication import ParallelLayout, traffic_of
+from axon_nb.plan.traffic.communication import ParallelLayout, joined_links, traffic_of
 from axon_nb.plan.traffic.plan import CommunicationPlan
 from scripts.generated_page import ROOT
 from scripts.published_models import MODELS, TP_PLAN, trace_of
@@ -35,6 +35,8 @@ class Run:
     tp: int
     pp: int
     virtual: int
+    cp: int
+    ep: int
     strategy: str
     seq: int
     batch: int
@@ -54,8 +56,13 @@ class Run:
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks."""
-        return self.gpus // (self.tp * self.pp)
+        """Ranks with samples of their own, of which each `ep` share the experts."""
+        return self.gpus // (self.tp * self.pp * self.cp)
+
+    @property
+    def has_new_axes(self) -> bool:
+        """Whether ranks share experts, or a sequence."""
+        return self.cp * self.ep > 1
 
     @property
     def step_s(self) -> float:
@@ -69,9 +76,12 @@ class Run:
 
     def _flops_per_token(self) -> float:
         sizes = MODELS[self.model]
-        if sizes.gated:  # 6 per parameter, and causal attention
-            parameters = sum(p.numel() for p in trace_of(sizes, 1, self.seq).model.parameters())
-            return 6.0 * parameters + 6.0 * sizes.blocks * sizes.hidden * self.seq
+        if sizes.gated:  # 6 per parameter that a token uses, and causal attention
+            named = list(trace_of(sizes, 1, self.seq).model.named_parameters())
+            stacked = [p.numel() for _, p in named if sizes.experts and p.ndim == 3]
+            parameters = sum(p.numel() for _, p in named) - sum(stacked)
+            used = sum(stacked) * sizes.top_k / max(1, sizes.experts)
+            return 6.0 * (parameters + used) + 6.0 * sizes.blocks * sizes.hidden * self.seq
         # Narayanan et al., 2021, appendix: with full recomputation.
         blocks, hidden = sizes.blocks, sizes.hidden
         return 96 * blocks * hidden**2 * (1 + self.seq / (6 * hidden) + sizes.vocab / (16 * blocks * hidden))
@@ -88,7 +98,7 @@ def load_runs() -> tuple[Run, ...]:
             row["source"],
             row["model"],
             row["card"],
-            *(int(row[name]) for name in ("gpus", "tp", "pp", "virtual")),
+            *(int(row[name]) for name in ("gpus", "tp", "pp", "virtual", "cp", "ep")),
             row["strategy"],
             *(int(row[name]) for name in ("seq", "batch", "microbatches", "accumulated")),
             float(row["recompute"]),
@@ -104,8 +114,11 @@ def load_runs() -> tuple[Run, ...]:
 def is_fitted(run: Run) -> bool:
     """Whether a run is in the half that assumptions are fitted to; the other half checks them.
 
-    Runs of one model from one source are in the same half, because they differ little.
+    Runs of one model from one source are in the same half, because they differ little. Nothing is fitted to runs with
+    axes for experts or context.
     """
+    if run.has_new_axes:
+        return False
     groups = list(dict.fromkeys((one.source, one.model) for one in load_runs()))
     return groups.index((run.source, run.model)) % 2 == 0
 
@@ -116,7 +129,8 @@ def arguments_of(run: Run) -> dict[str, Any]:
     if run.strategy == "hybrid_shard":  # within hosts
         mesh |= {"replicate": run.dp // 8, "shard": 8}
     else:
-        mesh["dp"] = run.dp
+        mesh["dp"] = run.dp // run.ep
+        mesh |= {axis: size for axis, size in (("ep", run.ep), ("cp", run.cp)) if size > 1}
     found: dict[str, Any] = {
         "mesh": mesh | ({"tp": run.tp} if run.tp > 1 else {}),
         "strategy": run.strategy,
@@ -170,7 +184,7 @@ def predicted_s(run: Run, shares: Shares = FITTED) -> float:
     rates = card.rates_with(shares)
     if run.fused:
         rates = rates.compiled(shares.compiled)
-    links = links_of_card(card, layout.mesh, shares)
+    links = joined_links(run.card, links_of_card(card, layout.mesh, shares), layout.mesh, traffic.rows, shares)
     rows = tuple(row.timed(links.get(row.axis)) for row in traffic.rows)
     return predict_step(layout, replace(traffic, rows=rows, links=links), rates, 1.0).total_s
 

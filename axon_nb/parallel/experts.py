@@ -163,7 +163,7 @@ class Experts(nn.Module):
         expert, weight = self._choose(tokens)
         order = expert.argsort(stable=True)
         order = self._within_capacity(order, expert, len(tokens))
-        sent = torch.bincount(expert[order], minlength=self.num_experts)
+        sent = _loads(expert[order], self.num_experts)
         travelled = self._travel(tokens[order // self.top_k], sent)
         served = torch.zeros_like(tokens).index_add(
             0, order // self.top_k, travelled * weight.flatten()[order, None].to(travelled.dtype)
@@ -177,7 +177,7 @@ class Experts(nn.Module):
         chosen = (probabilities + self.bias if self.balance == "bias" else probabilities).topk(self.top_k).indices
         weight = probabilities.gather(-1, chosen)
         expert = chosen.flatten()
-        self.load = torch.bincount(expert, minlength=self.num_experts)
+        self.load = _loads(expert, self.num_experts)
         if self.balance == "loss":
             share = self.load / max(1, len(expert))
             mean = probabilities.mean(0) if len(tokens) else probabilities.sum(0)
@@ -201,13 +201,14 @@ class Experts(nn.Module):
         size, count = self.group.size(), len(self.up)
         # How many visits each of this rank's experts gets from each rank: shape (ranks, experts here).
         received = all_to_all(sent, group=self.group).view(size, count)
-        to_ranks = sent.view(size, count).sum(1).tolist()
-        from_ranks = received.sum(1).tolist()
+        to_ranks = _sizes(sent.view(size, count).sum(1), len(visits))
+        from_ranks = _sizes(received.sum(1), len(visits))
         arrived = all_to_all(visits, send_sizes=to_ranks, recv_sizes=from_ranks, group=self.group)
         # They come sorted by rank and then by expert; experts want theirs together.
-        labels = torch.arange(count, device=visits.device).repeat(size).repeat_interleave(received.flatten())
+        labels = torch.arange(count, device=visits.device).repeat(size)
+        labels = labels.repeat_interleave(received.flatten(), output_size=len(arrived))
         by_expert = labels.argsort(stable=True)
-        made = self._compute(arrived[by_expert], received.sum(0).tolist())
+        made = self._compute(arrived[by_expert], _sizes(received.sum(0), len(arrived)))
         home = torch.empty_like(made).index_copy(0, by_expert, made)
         result: torch.Tensor = all_to_all(home, send_sizes=from_ranks, recv_sizes=to_ranks, group=self.group)
         return result
@@ -237,6 +238,17 @@ class Experts(nn.Module):
             f"hidden={self.hidden}, inner={self.up.shape[2]}, num_experts={len(self.up)} of {self.num_experts}, "
             f"top_k={self.top_k}, capacity={self.capacity}"
         )
+
+
+def _loads(expert: torch.Tensor, count: int) -> torch.Tensor:
+    """Return how many visits each expert gets."""
+    return torch.bincount(expert, minlength=count)
+
+
+def _sizes(counts: torch.Tensor, expected: int) -> list[int]:
+    """Return counts as numbers; plans, whose tensors have no values, divide the expected total evenly instead."""
+    found: list[int] = counts.tolist()
+    return found
 
 
 def _mean(weight: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from axon_nb.parallel.memory import ShardingStrategy
     from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 
-AXES = ("pp", "replicate", "dp", "shard", "tp")
+AXES = ("pp", "replicate", "dp", "shard", "ep", "cp", "tp")
 """In this order; the last one varies fastest."""
 ZERO_2 = (
     "shard_grad_op is torch's ZeRO-2: parameters are sharded between steps, while the ZeRO paper's stage 2 keeps them "
@@ -103,7 +103,8 @@ class LayoutOptions(TypedDict, total=False):
 
     mesh: Mapping[str, int] | Any
     """Size of each axis: ``dp``; ``replicate`` and ``shard`` for hybrid_shard; ``tp`` shards layers; ``pp`` splits the
-    model into stages. A `DeviceMesh` with these axes works too. None: all ranks along ``dp``."""
+    model into stages; ranks along ``ep`` hold other experts and have other samples, and ranks along ``cp`` hold other
+    positions of the same samples. A `DeviceMesh` with these axes works too. None: all ranks along ``dp``."""
     strategy: ShardingStrategy | str
     """A `ShardingStrategy`, its value, or ``ddp``; default full_shard. With ``pp``, as in `Parallel3D`."""
     inputs: Any
@@ -211,5 +212,5 @@ def _check_strategy(axes: Mapping[str, int], strategy: str) -> None:
             raise PlanError(f"{strategy} on {axes}: use the axis dp; replicate and shard belong to hybrid_shard.")
     elif not axes.keys() >= _HYBRID_AXES or "dp" in axes:
         raise PlanError(f"hybrid_shard on {axes}: use the axes replicate and shard, {{'replicate': 2, 'shard': 8}}.")
-    elif "pp" in axes:
-        raise PlanError("hybrid_shard does not work with pp: pipeline stages are sharded over one axis, dp.")
+    elif within := next((axis for axis in ("pp", "ep", "cp") if axis in axes), ""):
+        raise PlanError(f"hybrid_shard does not work with {within}: use full_shard, which shards over one axis, dp.")

@@ -55,9 +55,12 @@ class Work:
     """Bytes that all other operations read and write."""
     ops: float = 0.0
     """Number of operations, without views."""
+    attention: float = 0.0
+    """The part of `flops` that is attention."""
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.bytes + other.bytes, self.ops + other.ops)
+        flops, attention = self.flops + other.flops, self.attention + other.attention
+        return Work(flops, self.bytes + other.bytes, self.ops + other.ops, attention)
 
     def scaled(self, flops: float, rest: float | None = None) -> Work:
         """Scale the FLOPs and the bytes; the number of operations stays.
@@ -66,11 +69,12 @@ class Work:
             flops: Factor of the FLOPs.
             rest: Factor of the bytes; None: the same.
         """
-        return Work(self.flops * flops, self.bytes * (flops if rest is None else rest), self.ops)
+        moved = self.bytes * (flops if rest is None else rest)
+        return Work(self.flops * flops, moved, self.ops, self.attention * flops)
 
     def times(self, count: float) -> Work:
         """Repeat the same work."""
-        return Work(self.flops * count, self.bytes * count, self.ops * count)
+        return Work(self.flops * count, self.bytes * count, self.ops * count, self.attention * count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,8 @@ class Rates:
     issue_s: float = 0.0
     """Seconds in which the host issues an operation, while the device computes: a phase takes at least as long as that
     of all its operations."""
+    attention_flops_per_s: float | None = None
+    """FLOP/s of attention; None: those of matrix products."""
     is_graphed: bool = False
     """Whether the host issues the operations of a phase at once, as one CUDA graph."""
 
@@ -150,7 +156,8 @@ class Rates:
     def busy_s(self, work: Work) -> float:
         """Return the same without factors and launches."""
         moving = work.bytes / self.bytes_per_s if self.bytes_per_s else 0.0
-        return work.flops / self.flops_per_s + moving
+        attending = work.attention / (self.attention_flops_per_s or self.flops_per_s)
+        return (work.flops - work.attention) / self.flops_per_s + attending + moving
 
     def fitted(self, measured: Mapping[str, tuple[Work, float]], source: str) -> Rates:
         """Return these rates with factors fitted to a measured model.
@@ -231,7 +238,9 @@ class Card:
         products = {dtype: self.achieved * peak * _TERA for dtype, peak in peaks.items()}
         if self.tera_flops == self.tera_tf32:  # the user has asked for TF32
             products = {}
-        return Rates(flops_per_s, bytes_per_s, source=source, products=products, issue_s=ISSUE_S)
+        attention = flops_per_s / 2 if self.name.endswith("fp8") else None  # it stays in bfloat16
+        made = Rates(flops_per_s, bytes_per_s, source=source, products=products, issue_s=ISSUE_S)
+        return replace(made, attention_flops_per_s=attention)
 
 
 class _Board(NamedTuple):
@@ -545,15 +554,16 @@ def links_of_card(card: Card, axes: Mapping[str, int], shares: Shares = FITTED) 
     return {axis: links[axis] for axis in axes}
 
 
-def link_between(card: Card, ranks: Sequence[int]) -> Link:
+def link_between(card: Card, ranks: Sequence[int], shares: Shares = FITTED) -> Link:
     """Return the link between some ranks, of which each 8 in a row share a host; see `links_of_card`.
 
     Args:
         card: The card.
         ranks: Numbers in the world.
+        shares: What links achieve of their bandwidth.
     """
     hosts = Counter(rank // card.gpus_per_host for rank in ranks)
-    return _link(card, min(hosts.values(), default=1), len(hosts) > 1, FITTED)
+    return _link(card, min(hosts.values(), default=1), len(hosts) > 1, shares)
 
 
 def _link(card: Card, ranks_per_host: int, between_hosts: bool, shares: Shares) -> Link:

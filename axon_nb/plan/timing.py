@@ -18,7 +18,7 @@ from axon_nb.plan.pipeline import SchedulePlan, StageTimes, schedule
 from axon_nb.plan.tracing.subject import owner
 from axon_nb.plan.traffic.communication import ParallelLayout, TrafficOptions, traffic_of
 from axon_nb.plan.traffic.parallelism import boundaries
-from axon_nb.plan.traffic.plan import DATA_AXES, CommunicationPlan, Traffic
+from axon_nb.plan.traffic.plan import GRADIENT_AXES, CommunicationPlan, Traffic
 from axon_nb.records.units import format_bytes
 
 if TYPE_CHECKING:
@@ -63,10 +63,15 @@ def estimate_uncertainty(predict: Predict, rates: Rates, links: Mapping[str, Lin
     def vary(name: str, spread: float, at: Callable[[float], float]) -> None:
         changes[name] = max(seconds - at(1 + spread), 0.0), max(at(1 - spread) - seconds, 0.0)
 
+    def attention(factor: float) -> dict[str, Any]:
+        return {"attention_flops_per_s": rates.attention_flops_per_s and rates.attention_flops_per_s * factor}
+
     vary(
         "the rate of matrix products",
         SPREADS["matrix products"],
-        lambda factor: predict(replace(rates, flops_per_s=rates.flops_per_s * factor), links, overlap),
+        lambda factor: predict(
+            replace(rates, flops_per_s=rates.flops_per_s * factor, **attention(factor)), links, overlap
+        ),
     )
     if (moved := rates.bytes_per_s) is not None:
         vary(
@@ -201,10 +206,10 @@ def _of_modules(layout: ParallelLayout, phase: str, stage: int | None) -> Work:
 
 
 def _sum(layout: ParallelLayout, phase: str, stage: int | None, *, blocks_only: bool = False) -> Work:
-    """The work of one rank along ``tp``: matrix products are divided where their module is, the rest with its part."""
+    """The work of one rank: tp divides products where their module is, the rest with its part; cp divides all."""
     tp, trace, stages = layout.size("tp"), layout.trace, layout.stages
     children = None if stages is None or stage is None else stages.children
-    key = phase, children, stage, blocks_only, tp, frozenset(layout.styles.items())
+    key = phase, children, stage, blocks_only, tp, layout.size("cp"), frozenset(layout.styles.items())
     if key not in trace.sums:
         total = Work()
         for path, work in trace.work.get(phase, {}).items():
@@ -215,7 +220,7 @@ def _sum(layout: ParallelLayout, phase: str, stage: int | None, *, blocks_only: 
                     1 / tp if is_divided else 1.0 for is_divided in (layout.divides(path), layout.divides_part(path))
                 ]
                 total += work.scaled(*shares)
-        trace.sums[key] = total
+        trace.sums[key] = total.scaled(1 / layout.size("cp"))
     return trace.sums[key]
 
 
@@ -240,14 +245,12 @@ def optimizer_work(layout: ParallelLayout, pp_rank: int) -> Work:
     here = [p for p in layout.parameters_by_pp_rank[pp_rank] if p.name in trained]
     if not total:
         return whole
-    elements = sum(math.prod(p.shape) for p in here) / sum(total)
-    count = len(here) / len(total)
-    num_shards = {"ddp": 1, "no_shard": 1, "hybrid_shard": layout.size("shard")}
-    sharded = num_shards.get(layout.strategy, layout.size(layout.data_axis))
-    calls = (
-        sharded if layout.strategy == "optimizer_state" else 1
-    )  # it assigns whole parameters to ranks instead of splitting them
-    return Work(whole.flops * elements / sharded, whole.bytes * elements / sharded, whole.ops * count / calls)
+    fixed = {"ddp": 1, "no_shard": 1, "hybrid_shard": layout.size("shard")}.get(layout.strategy)
+    shards = [fixed or layout.gradient_group(experts=p.is_expert)[1] for p in here]
+    share = sum(math.prod(p.shape) / num for p, num in zip(here, shards, strict=True)) / sum(total)
+    # ZeRO-1 assigns whole parameters to ranks instead of splitting them.
+    calls = sum(1 / num for num in shards) if layout.strategy == "optimizer_state" else len(here)
+    return Work(whole.flops * share, whole.bytes * share, whole.ops * calls / len(total))
 
 
 def copy_work(layout: ParallelLayout, traffic: CommunicationPlan, pp_rank: int) -> Work:
@@ -266,7 +269,7 @@ def copy_work(layout: ParallelLayout, traffic: CommunicationPlan, pp_rank: int) 
     rows = [
         (row, 1 if row.once or row.phase == "optimizer" else layout.num_batches)
         for row in traffic.select(pp_rank=pp_rank)
-        if row.axis in DATA_AXES and row.operation in _COPIED
+        if row.averages and row.operation in _COPIED
     ]
     return Work(
         bytes=float(accesses * sum(times * row.bytes for row, times in rows)),
@@ -282,7 +285,7 @@ def wrapper_s(layout: ParallelLayout, rates: Rates, pp_rank: int) -> float:
         rates: Rates of one rank.
         pp_rank: The rank along ``pp``.
     """
-    if layout.size(*DATA_AXES) == 1:
+    if layout.size(*GRADIENT_AXES) == 1:
         return 0.0
     return (wrapper_s_per_parameter(rates, layout.strategy) or 0.0) * len(layout.parameters_by_pp_rank[pp_rank])
 
@@ -293,29 +296,33 @@ def wrapper_s_per_parameter(rates: Rates, strategy: str) -> float | None:
     return rates.wrappers.get(strategy, rates.wrappers.get(alike))
 
 
-def pipeline_schedule(layout: ParallelLayout, traffic: CommunicationPlan, rates: Rates) -> SchedulePlan:
+def pipeline_schedule(
+    layout: ParallelLayout, traffic: CommunicationPlan, rates: Rates, overlap: float = 1.0
+) -> SchedulePlan:
     """Return the pipeline schedule with the times of its stages and messages.
 
     Args:
         layout: A layout with stages.
         traffic: Its communication, with times.
         rates: Rates of one rank.
+        overlap: Fraction of overlappable communication that computation hides, 0 to 1.
     """
     stages = layout.stages
     assert stages is not None
     link = traffic.links.get("pp")
     delays = [
         [link.seconds("send", size, 2) if link and size else 0.0 for size in sizes]
-        for sizes in boundaries(layout.trace, stages, shares=layout.boundary_shares)
+        for sizes in boundaries(layout.trace, stages, shares=layout.boundary_shares, positions=layout.size("cp"))
     ]
     times = []
     for stage in range(stages.num_stages):
         pp_rank = stages.rank_of_stage[stage]
         seconds = []
         for phase in _PHASES:
-            inside = sum(row.seconds or 0.0 for row in traffic.select(axis="tp", phase=phase, pp_rank=pp_rank))
-            inside /= stages.num_microbatches * len(stages.on_rank(pp_rank))
-            seconds.append(rates.seconds(_of_stage(layout, stage, phase), phase) + inside)
+            times_run = stages.num_microbatches * len(stages.on_rank(pp_rank))
+            computing = rates.seconds(_of_stage(layout, stage, phase), phase)
+            rows = [row for row in traffic.select(phase=phase, pp_rank=pp_rank) if row.is_within_stage]
+            seconds.append(computing + _exposed_s(rows, computing * times_run, overlap) / times_run)
         times.append(StageTimes(*seconds))
     return schedule(
         stages.schedule,
@@ -467,7 +474,7 @@ def predict_step(
         plan: The pipeline schedule, if known: it does not depend on the strategy.
     """
     if layout.stages is not None and plan is None:
-        plan = pipeline_schedule(layout, traffic, rates)
+        plan = pipeline_schedule(layout, traffic, rates, overlap)
     found = [
         _parts(layout, traffic, rates, overlap=overlap, pp_rank=pp_rank, plan=plan) for pp_rank in traffic.pp_ranks
     ]
@@ -501,10 +508,9 @@ def _parts(
     if extra := rates.seconds(copy_work(layout, traffic, pp_rank), "") + wrapper_s(layout, rates, pp_rank):
         parts["copies and wrapper"] = extra
     for phase in ("forward", "backward", "optimizer"):
-        # The schedule includes what a pipeline sends between stages, and over tp within them.
-        rows = [
-            row for row in traffic.select(phase=phase, pp_rank=pp_rank) if plan is None or row.axis not in ("pp", "tp")
-        ]
+        # The schedule includes what a pipeline sends between stages, and what their layers send.
+        selected = traffic.select(phase=phase, pp_rank=pp_rank)
+        rows = [row for row in selected if plan is None or not (row.axis == "pp" or row.is_within_stage)]
         computing = parts.get(f"compute, {phase}", 0.0) / batches
         exposed = _exposed_s(rows, computing, overlap)
         if batches > 1 and phase in work:
@@ -512,7 +518,10 @@ def _parts(
         if exposed:
             parts[f"communication, {phase}"] = exposed
     if plan is not None:
-        inside = sum(row.seconds or 0.0 for row in traffic.select(axis="tp", pp_rank=pp_rank))
+        inside = 0.0
+        for phase in ("forward", "backward", "optimizer"):
+            rows = [row for row in traffic.select(phase=phase, pp_rank=pp_rank) if row.is_within_stage]
+            inside += _exposed_s(rows, parts.get(f"compute, {phase}", 0.0), overlap)
         if inside:
             parts["communication, within stages"] = inside
         parts["bubble and messages"] = plan.step_s - plan.busy_s[pp_rank]
@@ -542,7 +551,7 @@ def _assumptions(layout: ParallelLayout, rates: Rates, overlap: float) -> Iterat
     if rates.factors:
         factors = ", ".join(f"{phase} {factor:.3g}" for phase, factor in rates.factors.items())
         yield f"scaled by the measured model's factors: {factors}"
-    if layout.size(*DATA_AXES) > 1:
+    if layout.size(*GRADIENT_AXES) > 1:
         wrapper = wrapper_s_per_parameter(rates, layout.strategy)
         known = "its wrapper is free" if wrapper is None else f"its wrapper {1e6 * wrapper:.3g} us per parameter"
         if layout.strategy == "shard_grad_op":
@@ -556,6 +565,13 @@ def _assumptions(layout: ParallelLayout, rates: Rates, overlap: float) -> Iterat
         yield (
             "tp divides the matrix products that it shards, and the other operations of their blocks, evenly; none of "
             "its communication is hidden"
+        )
+    if layout.experts:
+        yield "every expert gets as many tokens; none of the time in which they travel is hidden"
+    if layout.size("cp") > 1:
+        yield (
+            "ranks along cp compute equal parts; computation hides how keys and values travel, and not how their "
+            "gradients do"
         )
     if layout.num_batches > 1:
         yield (

@@ -84,6 +84,11 @@ class MemoryRequest:
         """Product of the sizes of these axes; a missing axis counts as 1."""
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
 
+    @property
+    def num_sharers(self) -> int:
+        """Ranks over which gradients are averaged: with other samples, or other positions of a sequence."""
+        return self.size("dp", "ep", "cp")
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinates of a rank, by axis."""
         place = {}
@@ -138,8 +143,10 @@ class MemoryRequest:
                 "mixed_precision and cpu_offload require FSDP: add a dp axis, mesh={'dp': 1, 'tp': …}. To convert the "
                 "model, use dtype=."
             )
+        if self.size("ep") > 1 and self.strategy == "optimizer_state":
+            raise PlanError("strategy='optimizer_state' does not work with ep here: use full_shard, or ddp.")
         if self.size("pp") > 1:
-            if self.strategy not in ("full_shard", "shard_grad_op") and self.size("dp") > 1:
+            if self.strategy not in ("full_shard", "shard_grad_op") and self.num_sharers > 1:
                 raise PlanError(f"strategy={self.strategy!r} does not work with pp: use full_shard or shard_grad_op.")
             if self.cpu_offload != "none":
                 raise PlanError(f"cpu_offload={self.cpu_offload!r} does not work with pp: leave it out.")

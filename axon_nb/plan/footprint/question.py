@@ -27,7 +27,13 @@ from axon_nb.plan.footprint.plan import MODEL_STATES_ONLY, OFFLOADED, MemoryPart
 from axon_nb.plan.models import CapturedModel, HuggingFaceModel, TensorSpec, next_token_loss
 from axon_nb.plan.repetition import BlockRun, shorten
 from axon_nb.plan.tracing.fake_tensors import WithoutCuda
-from axon_nb.plan.tracing.subject import checked_module_filter, first_line, resolve_optimizer
+from axon_nb.plan.tracing.subject import (
+    checked_module_filter,
+    first_line,
+    resolve_optimizer,
+    split_experts,
+    stacked_experts,
+)
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _NOTE = "Model states only, by formula: no activations and no buffers, so a training step takes more than this."
@@ -59,6 +65,7 @@ class TrainingSetup:
             raise PlanError(f"model() must return a torch.nn.Module; it returned {type(made).__name__}.")
         if self.request.dtype is not None:
             made = made.to(getattr(torch, self.request.dtype))
+        keep_part_of_experts(made, self.request.size("ep"))
         if self.request.activation_checkpointing is not None and self.request.activation_checkpointing is not False:
             checkpoint_blocks(made, self._checkpointed_blocks(made))
         if run is not None:
@@ -75,6 +82,33 @@ class TrainingSetup:
         return type(row[0])
 
 
+def keep_part_of_experts(model: nn.Module, num_ranks: int) -> None:
+    """Leave each module with experts as many as one rank along ep holds, in place."""
+    for name, count in split_experts(model, num_ranks).items():
+        module: Any = model.get_submodule(name)
+        module.num_experts = count // num_ranks
+        for leaf, whole in list(module.named_parameters(recurse=False)):
+            if whole.shape[0] == count:
+                part = whole.new_empty((count // num_ranks, *whole.shape[1:]))
+                setattr(module, leaf, nn.Parameter(part, requires_grad=whole.requires_grad))
+
+
+def expert_modules(model: nn.Module, request: MemoryRequest) -> list[nn.Module]:
+    """Return the modules whose experts ranks along ep share; the model has one rank's part of them."""
+    names = stacked_experts(model) if request.size("ep") > 1 else ()
+    return [model.get_submodule(name) for name in names]
+
+
+def expert_parameters(model: nn.Module, request: MemoryRequest) -> set[nn.Parameter]:
+    """Return the parameters of these modules that are stacked by expert."""
+    return {
+        parameter
+        for module in expert_modules(model, request)
+        for parameter in module.parameters(recurse=False)
+        if parameter.shape[0] == module.num_experts
+    }
+
+
 def training_setup(request: MemoryRequest) -> TrainingSetup:
     """Make the training setup of a request.
 
@@ -82,7 +116,7 @@ def training_setup(request: MemoryRequest) -> TrainingSetup:
         PlanError: the model's inputs are missing, or do not fit it.
     """
     model = request.model
-    named: dict[str, int | None] = {"batch": request.batch, "seq": request.seq}
+    named: dict[str, int | None] = {"batch": request.batch, "seq": request.seq and _part_of(request, request.seq)}
     if isinstance(model, GPTConfig):
         return _gpt_setup(request, model, named, functools.partial(GPT, model))
     if isinstance(model, HuggingFaceModel) and request.inputs is None:
@@ -103,6 +137,11 @@ def training_setup(request: MemoryRequest) -> TrainingSetup:
         )
     else:
         factory = model
+    if request.size("cp") > 1 and "seq" not in str(request.inputs):
+        raise PlanError(
+            "cp splits the sequence, so inputs= must say which dimension it is: TensorSpec(('batch', 'seq'), 'int64'), "
+            "with seq=."
+        )
     if request.inputs is None:
         raise PlanError(
             "inputs= is required: TensorSpec(('batch', 1024)), a tuple of them, or a function that makes tensors."
@@ -117,7 +156,7 @@ def training_setup(request: MemoryRequest) -> TrainingSetup:
 
 
 def _hugging_face_setup(request: MemoryRequest, model: HuggingFaceModel) -> TrainingSetup:
-    tokens = TensorSpec((request.batch, model.seq(request.seq)), "int64")
+    tokens = TensorSpec((request.batch, _part_of(request, model.seq(request.seq))), "int64")
     return TrainingSetup(
         request,
         model,
@@ -127,13 +166,21 @@ def _hugging_face_setup(request: MemoryRequest, model: HuggingFaceModel) -> Trai
     )
 
 
+def _part_of(request: MemoryRequest, seq: int) -> int:
+    """Return how many tokens of a sample one rank along cp holds."""
+    part, rest = divmod(seq, request.size("cp"))
+    if rest:
+        raise PlanError(f"seq ({seq}) must be divisible by cp ({request.size('cp')}): change one of them.")
+    return part
+
+
 def _gpt_setup(
     request: MemoryRequest, config: GPTConfig, named: dict[str, int | None], factory: Callable[[], Any]
 ) -> TrainingSetup:
     seq = config.context if request.seq is None else request.seq
     if seq > config.context:
         raise PlanError(f"seq must be at most the model's context, {config.context} tokens; got {seq}.")
-    tokens = TensorSpec((request.batch, seq), "int64")
+    tokens = TensorSpec((request.batch, _part_of(request, seq)), "int64")
     has_inputs = request.inputs is not None
     target = request.target if has_inputs or request.target is not None else tokens
     return TrainingSetup(
@@ -271,11 +318,19 @@ class ModelStates:
         shapes: Shape, dtype and requires_grad of each parameter of a rank before it is sharded over data ranks,
             by coordinate along pp.
         optimizer: The optimizer whose states are counted.
+        experts: The same as `shapes`, for the parameters of experts that ranks along ep share.
     """
 
-    def __init__(self, request: MemoryRequest, shapes: Mapping[int, Sequence[Any]], optimizer: OptimizerKind) -> None:
+    def __init__(
+        self,
+        request: MemoryRequest,
+        shapes: Mapping[int, Sequence[Any]],
+        optimizer: OptimizerKind,
+        experts: Mapping[int, Sequence[Any]] | None = None,
+    ) -> None:
         self._request = request
         self._shapes = shapes
+        self._experts = experts or {}
         self._optimizer = optimizer
         is_partitioned = request.strategy == "optimizer_state" and request.size("pp") == 1
         self._owned = self._partition() if is_partitioned else None
@@ -291,7 +346,8 @@ class ModelStates:
     def of(self, rank: int) -> MemoryParts:
         """The states of one rank, on the device or on the host."""
         place = self._request.coordinates(rank)
-        key = place.get("pp", 0), place.get("shard", place.get("dp", 0))
+        sharer = rank // self._request.size("tp") % self._request.num_sharers
+        key = place.get("pp", 0), place.get("shard", sharer)
         if key not in self._known:
             self._known[key] = self._compute(*key)
         return self._known[key]
@@ -308,24 +364,29 @@ class ModelStates:
     def _partition(self) -> list[set[int]]:
         from axon_nb.parallel.memory import partition_parameters
 
-        return partition_parameters([math.prod(shape) for shape, _, _ in self._shapes[0]], self._request.size("dp"))
+        return partition_parameters([math.prod(shape) for shape, _, _ in self._shapes[0]], self._request.num_sharers)
 
     def _compute(self, stage: int, sharer: int) -> MemoryParts:
         from axon_nb.parallel.memory import CPUOffload, ShardingStrategy, model_states
 
         request = self._request
-        stats = model_states(
-            self._shapes[stage],
-            ShardingStrategy("no_shard" if request.strategy == "ddp" else request.strategy),
-            world_size=request.size("dp", "replicate", "shard"),
-            shard_size=request.size("shard") if request.strategy == "hybrid_shard" else None,
-            rank=sharer,
-            optimizer=self._optimizer,
-            cpu_offload=CPUOffload(request.cpu_offload),
-            owned=None if self._owned is None else self._owned[sharer],
-            device_type=request.device,
-        )
-        return MemoryParts(stats.param_memory_bytes, stats.grad_memory_bytes, stats.optim_memory_bytes)
+        size = request.num_sharers * request.size("replicate", "shard")
+        parts = [0, 0, 0]
+        for shapes, num_ranks in ((self._shapes, size), (self._experts, size // request.size("ep"))):
+            stats = model_states(
+                shapes.get(stage, ()),
+                ShardingStrategy("no_shard" if request.strategy == "ddp" else request.strategy),
+                world_size=num_ranks,
+                shard_size=request.size("shard") if request.strategy == "hybrid_shard" else None,
+                rank=sharer % num_ranks,
+                optimizer=self._optimizer,
+                cpu_offload=CPUOffload(request.cpu_offload),
+                owned=None if self._owned is None else self._owned[sharer],
+                device_type=request.device,
+            )
+            found = stats.param_memory_bytes, stats.grad_memory_bytes, stats.optim_memory_bytes
+            parts = [held + more for held, more in zip(parts, found, strict=True)]
+        return MemoryParts(*parts)
 
     def _worst(self) -> list[int]:
         size = self._request.size
@@ -348,8 +409,12 @@ def closed_form_plan(request: MemoryRequest) -> MemoryPlan:
 
     with torch.device("meta"):
         model = training_setup(request).model()
-    shapes = [(tuple(p.shape), p.dtype, p.requires_grad) for p in model.parameters()]
-    states = ModelStates(request, {0: shapes}, checked_optimizer(request))
+    experts = expert_parameters(model, request)
+    shapes, stacked = (
+        [(tuple(p.shape), p.dtype, p.requires_grad) for p in model.parameters() if (p in experts) is kind]
+        for kind in (False, True)
+    )
+    states = ModelStates(request, {0: shapes}, checked_optimizer(request), {0: stacked})
     ranks = tuple(
         RankMemory(rank, request.coordinates(rank), parts, parts, host_bytes=states.host_bytes(rank))
         for rank in states.requested_ranks()
@@ -357,7 +422,7 @@ def closed_form_plan(request: MemoryRequest) -> MemoryPlan:
     )
     return MemoryPlan(
         type(model).__name__,
-        sum(parameter.numel() for parameter in model.parameters()),
+        sum(p.numel() * (request.size("ep") if p in experts else 1) for p in model.parameters()),
         dict(request.mesh),
         request.strategy,
         request.device,

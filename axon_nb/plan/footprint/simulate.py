@@ -67,6 +67,8 @@ class _ModelSummary(Struct, frozen=True):
     num_parameters: int
     shapes: dict[int, list[Shape]]
     """By coordinate along pp: a rank's parameters with sharded layers, before data ranks shard them."""
+    experts: dict[int, list[Shape]]
+    """The same for parameters of experts that ranks along ep share; `shapes` has the others."""
     run: BlockRun | None
     """Equal blocks of which most can be left out."""
     reason: str
@@ -95,7 +97,7 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
     report(0.05, "building the model")
     setup = question.training_setup(request)
     summary = _summarize(setup)
-    states = question.ModelStates(request, summary.shapes, question.checked_optimizer(request))
+    states = question.ModelStates(request, summary.shapes, question.checked_optimizer(request), summary.experts)
     requested = states.requested_ranks()
     kinds = {rank: (request.coordinates(rank).get("pp", 0), states.of(rank)) for rank in requested}
     firsts = {kind: rank for rank, kind in reversed(kinds.items())}
@@ -133,19 +135,22 @@ def _summarize(setup: question.TrainingSetup) -> _ModelSummary:
             model = setup.model()
             units = _units(request, model)
             run, reason = _proven_run(setup, model) if request.extrapolate and meshes.stages is None else (None, "")
-            num_parameters = sum(parameter.numel() for parameter in model.parameters())
+            experts = question.expert_parameters(model, request)
+            num_parameters = sum(p.numel() * (request.size("ep") if p in experts else 1) for p in model.parameters())
             if not any(parameter.requires_grad for parameter in model.parameters()):
                 raise PlanError(f"{type(model).__name__} has no trainable parameters, so there is no step to plan.")
             with question.explain_failure("sharded", "check that tp_plan= fits the model's layers"):
                 shard_layers(setup, model, meshes)
-            if meshes.stages is None:
-                shapes = {0: local_shapes([model])}
-            else:
+            parts: dict[int, list[nn.Module]] = {0: [model]}
+            if meshes.stages is not None:
                 places = range(request.size("pp"))
-                shapes = {place: local_shapes(stages_on_rank(request, model, place).values()) for place in places}
+                parts = {place: list(stages_on_rank(request, model, place).values()) for place in places}
+            shapes = {place: local_shapes(modules, without=experts) for place, modules in parts.items()}
+            stacked = {place: local_shapes(modules, only=experts) for place, modules in parts.items()}
             held = sum(math.prod(shape) for place in shapes.values() for shape, _, _ in place)
+            whole = sum(p.numel() for p in model.parameters() if p not in experts)
             return _ModelSummary(
-                type(model).__name__, num_parameters, shapes, run, reason, held < num_parameters, units
+                type(model).__name__, num_parameters, shapes, stacked, run, reason, held < whole, units
             )
 
 
@@ -154,7 +159,7 @@ def _units(request: MemoryRequest, model: nn.Module) -> str:
     if request.strategy in UNSHARDED or request.is_unwrapped:
         return ""
     if request.size("pp") > 1:
-        return STAGE_UNITS if request.size("dp") > 1 else ""
+        return STAGE_UNITS if request.num_sharers > 1 else ""
     return describe_units(make_units(model, checked_module_filter(model, request.wrap, "wrap")))
 
 
@@ -245,6 +250,10 @@ def _notes(request: MemoryRequest, summary: _ModelSummary) -> tuple[str, ...]:
         notes.append(summary.units)
     if summary.reason:
         notes.append(f"All blocks were simulated: {summary.reason}, so none can stand for another.")
+    if request.size("ep") > 1:
+        notes.append("Every expert gets as many tokens; buffers in which tokens travel are not included.")
+    if request.size("cp") > 1:
+        notes.append("Buffers of other ranks' keys and values are not included.")
     if request.size("tp") > 1 and not summary.is_tensor_parallel:
         notes.append("tp shards no layer of this model, so all tp ranks do the same work; give tp_plan=.")
     if request.device == "cuda":

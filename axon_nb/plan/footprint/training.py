@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -35,7 +35,7 @@ from axon_nb.parallel.pipeline.stages import Section, balance, child_costs, spli
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.fake_world import mesh_of
 from axon_nb.plan.footprint.plan import MemoryRequest
-from axon_nb.plan.footprint.question import TrainingSetup, explain_failure, request_optimizer
+from axon_nb.plan.footprint.question import TrainingSetup, expert_modules, explain_failure, request_optimizer
 from axon_nb.plan.tracing.subject import NamedStage, checked_module_filter, part_costs, pipeline_parts
 from axon_nb.torch_api import torch_api
 
@@ -59,21 +59,30 @@ class RankMeshes(Struct, frozen=True):
     data: DeviceMesh
     layers: DeviceMesh | None
     stages: DeviceMesh | None
+    experts: DeviceMesh | None
+    """The data ranks that hold the same experts; None: all do."""
 
     @staticmethod
     def of(request: MemoryRequest) -> RankMeshes:
         """Make the meshes of a request."""
         no_shard = request.strategy == "no_shard"  # every rank is a replica, "sharded" over itself alone
         axes = dict(request.mesh)
+        if {"ep", "cp"} & axes.keys():  # one rank does the same along these axes as along dp
+            rest = {"dp": request.num_sharers, "tp": axes.get("tp", 1)}
+            axes = {"pp": axes["pp"], **rest} if "pp" in axes else rest
         if no_shard:
             axes = {"replicate": axes.get("dp", 1), "shard": 1} | {k: v for k, v in axes.items() if k != "dp"}
         elif request.strategy != "hybrid_shard":
             axes.setdefault("dp", 1)  # at the end, where its position does not matter
         mesh = mesh_of(axes)
+        experts = None
+        if (ep := request.size("ep")) > 1:
+            within = {"others": request.size("pp") * ep, "dp": request.num_sharers // ep, "tp": request.size("tp")}
+            experts = mesh_of(within)["dp"]
         data = ("replicate", "shard") if "shard" in axes else ("dp",)
         data_mesh = mesh if tuple(axes) == data else mesh[data if len(data) > 1 else data[0]]
         layers, stages = (mesh[axis] if request.size(axis) > 1 else None for axis in ("tp", "pp"))
-        return RankMeshes(data_mesh, layers, stages)
+        return RankMeshes(data_mesh, layers, stages, experts)
 
 
 class Training(Struct, frozen=True):
@@ -131,9 +140,15 @@ def shard_layers(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> 
     return model
 
 
-def local_shapes(modules: Iterable[nn.Module]) -> list[Shape]:
+def local_shapes(
+    modules: Iterable[nn.Module],
+    *,
+    without: Container[nn.Parameter] = (),
+    only: Container[nn.Parameter] | None = None,
+) -> list[Shape]:
     """Return the shapes of a rank's parameters before data ranks shard them."""
-    parameters = [parameter for module in modules for parameter in module.parameters()]
+    held = [parameter for module in modules for parameter in module.parameters() if parameter not in without]
+    parameters = [parameter for parameter in held if only is None or parameter in only]
     return [(tuple(local_shard(p).shape), p.dtype, p.requires_grad) for p in parameters]
 
 
@@ -155,6 +170,9 @@ def make_training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) ->
     if request.is_unwrapped:
         wrapped, optimizer = model, kind.make(list(model.parameters()), **kind.options)
     else:
+        if meshes.experts is not None and not is_replicated:
+            for module in expert_modules(model, request):
+                fully_shard(module, **_fsdp_options(request, meshes.experts))
         wrapped, optimizer = (_in_ddp if is_replicated else _in_fsdp)(model, request, meshes.data, kind)
     precise = request.mixed_precision is None or not is_replicated
     casting = contextlib.nullcontext if precise else functools.partial(_autocast, str(request.mixed_precision))
@@ -281,7 +299,7 @@ def make_pipeline_training(setup: TrainingSetup, model: nn.Module, meshes: RankM
     """
     assert meshes.stages is not None
     request = setup.request
-    if request.mixed_precision is not None and request.size("dp") == 1:
+    if request.mixed_precision is not None and request.num_sharers == 1:
         raise PlanError(
             "mixed_precision with pp requires FSDP: use a dp axis of 2 or more, or convert the model with dtype=."
         )
@@ -295,8 +313,8 @@ def make_pipeline_training(setup: TrainingSetup, model: nn.Module, meshes: RankM
     for stage in own_stages.values():
         for name, child in _parts_of(stage).items():
             _hold(part, name, child)
-        if request.size("dp") > 1:
-            _shard(stage, request, meshes.data)
+        if request.num_sharers > 1:
+            _shard(stage, request, meshes)
     kind = request_optimizer(request)
     optimizer = kind.make(list(part.parameters()), **kind.options)
     stage_inputs = args if 0 in own_stages else ()
@@ -397,11 +415,19 @@ def _sent(value: torch.Tensor, kind: torch.dtype | None) -> torch.Tensor:
     return kept.requires_grad_(value.requires_grad)
 
 
-def _shard(stage: _Stage, request: MemoryRequest, mesh: DeviceMesh) -> None:
+def _fsdp_options(request: MemoryRequest, mesh: DeviceMesh) -> dict[str, Any]:
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": request.strategy == "full_shard"}
     if request.mixed_precision is not None:
         dtype = getattr(torch, request.mixed_precision)
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    return options
+
+
+def _shard(stage: _Stage, request: MemoryRequest, meshes: RankMeshes) -> None:
+    options = _fsdp_options(request, meshes.data)
+    if meshes.experts is not None:
+        for module in expert_modules(stage, request):
+            fully_shard(module, **_fsdp_options(request, meshes.experts))
     for child in _parts_of(stage).values():
         if any(True for _ in child.parameters()):
             fully_shard(child, **options)

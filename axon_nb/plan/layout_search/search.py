@@ -115,7 +115,7 @@ def _states(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> int:
     states = model_states(
         [(p.shape, p.dtype, p.requires_grad) for p in parameters],
         ShardingStrategy.NO_SHARD if is_replicated else ShardingStrategy(layout.strategy),
-        world_size=layout.size(layout.data_axis),
+        world_size=layout.gradient_group()[1],
         optimizer=kind,
     )
     return states.total_bytes
@@ -123,7 +123,7 @@ def _states(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> int:
 
 def _unsharded(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> tuple[int, int]:
     """Bytes of unsharded parameters, and of their gradients on top of the model states."""
-    num_ranks = layout.size(layout.data_axis)
+    num_ranks = layout.gradient_group()[1]
     if layout.strategy in UNSHARDED:
         cast = sum(p.elements * layout.mixed_precision.itemsize for p in parameters) if layout.mixed_precision else 0
         return cast, sum(p.nbytes for p in parameters if p.has_grad) if num_ranks > 1 else 0

@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import init
+from torch.nn import functional, init
 from torch.overrides import TorchFunctionMode
+
+from axon_nb.parallel import experts
 
 _MODULE, _NAME = "torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty"
 _GROUPED = "_meta_grouped_mm_common"
@@ -150,9 +152,11 @@ def as_with_data() -> Iterator[None]:
 
     On fake tensors transformers 5 makes a mask of all pairs of positions, because several samples might be packed into
     one; it also copies keys and values for each query head. Grouped products take any dtype, which torch's shape
-    function does not (2.13).
+    function does not (2.13). Attention whose values have fewer features than its keys, as DeepSeek's, stays one kernel.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_PaddedValues())
+        stack.enter_context(even_experts())
         products: Any = importlib.import_module("torch._meta_registrations")
         common = getattr(products, _GROUPED, None)
         if common is not None:
@@ -161,6 +165,25 @@ def as_with_data() -> Iterator[None]:
             masks = importlib.import_module(_MASKS)
             if hasattr(masks, _PACKED):
                 stack.enter_context(_replaced(masks, _PACKED, lambda *_, **__: None))
+        yield
+
+
+@contextlib.contextmanager
+def even_experts() -> Iterator[None]:
+    """Inside, `Experts` get equally many tokens, and drop none: which ones they would get depends on values."""
+
+    def loads(expert: torch.Tensor, count: int) -> torch.Tensor:
+        return expert.new_full((count,), len(expert) // count)
+
+    def sizes(counts: torch.Tensor, expected: int) -> list[int]:
+        return [expected // len(counts) + (place < expected % len(counts)) for place in range(len(counts))]
+
+    with (
+        _replaced(experts, "_loads", loads),
+        _replaced(experts, "_sizes", sizes),
+        _replaced(experts.Experts, "_within_capacity", lambda _, order, *__: order),
+        _replaced(experts.Experts, "_initialize", lambda *_: None),
+    ):
         yield
 
 
@@ -178,6 +201,19 @@ def _grouped_product(common: Callable[..., Any], mat_a: torch.Tensor, mat_b: tor
     if options.get("scale_a") is not None or mat_a.dtype == torch.bfloat16:
         return common(mat_a, mat_b, **options)
     return common(mat_a.to(torch.bfloat16), mat_b.to(torch.bfloat16), **options).to(mat_a.dtype)
+
+
+class _PaddedValues(TorchFunctionMode):
+    """Inside, attention pads values to the features of keys: the kernel of CPUs needs as many, those of GPUs do not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a torch function."""
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention and len(args) >= 3:
+            features = args[2].shape[-1]
+            if (more := args[1].shape[-1] - features) > 0:
+                return func(*args[:2], functional.pad(args[2], (0, more)), *args[3:], **kwargs)[..., :features]
+        return func(*args, **kwargs)
 
 
 class WithoutCuda(TorchFunctionMode):

@@ -93,6 +93,8 @@ class OpCounter(TorchDispatchMode):
         self._alive: list[torch.Tensor] = []  # so that no storage reuses another's address
         self.uses: Counter[int] = Counter()
         """How often the optimizer's step reads each tensor, by id."""
+        self.attention: dict[str, list[tuple[int, int]]] = {}
+        """By module: bytes of the keys and values of each attention in forward, and of one element."""
         self.unknown: dict[str, float] = {}
         """Bytes that operations move of which only the bytes are known, by name."""
         self.tracker: Any = None
@@ -110,6 +112,9 @@ class OpCounter(TorchDispatchMode):
             path = "" if self.phase == "optimizer" else self._module()
             work = work_of(func._overloadpacket, args, kwargs, result)
             place[path] = place.get(path, Work()) + work
+            if self.phase == "forward" and "scaled_dot_product" in str(func):
+                _, key, value = tensors_in(args[:3])
+                self.attention.setdefault(path, []).append((key.nbytes + value.nbytes, key.itemsize))
             if work.bytes and _is_unknown(name := str(func._overloadpacket)):
                 self.unknown[name] = self.unknown.get(name, 0.0) + work.bytes
         return result
@@ -154,10 +159,13 @@ def work_of(packet: Any, args: Any, kwargs: Any, result: Any) -> Work:
         kwargs: Its arguments by name.
         result: What it returned.
     """
+    flops = None
     if packet in flop_registry:
-        return Work(flops=float(flop_registry[packet](*args, **kwargs, out_val=result)), ops=1)
-    if (formula := _FORMULAS.get(str(packet))) is not None:
-        return Work(flops=float(formula(*args, **kwargs)), ops=1)
+        flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
+    elif (formula := _FORMULAS.get(str(packet))) is not None:
+        flops = float(formula(*args, **kwargs))
+    if flops is not None:
+        return Work(flops, ops=1, attention=flops if "scaled_dot_product" in str(packet) else 0.0)
     return Work(bytes=float(sum(tensor.nbytes for tensor in tensors_in((args, kwargs, result)))), ops=1)
 
 

@@ -292,6 +292,41 @@ def equal_blocks(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, module in model.named_modules() if type(module) in kinds)
 
 
+def stacked_experts(model: nn.Module) -> dict[str, int]:
+    """Return the number of experts of each module that stacks their weights."""
+    found = {name: getattr(module, "num_experts", None) for name, module in model.named_modules()}
+    return {
+        name: count
+        for name, count in found.items()
+        if isinstance(count, int)
+        and any(p.ndim == 3 and len(p) == count for p in model.get_submodule(name).parameters(recurse=False))
+    }
+
+
+def split_experts(model: nn.Module, num_ranks: int) -> dict[str, int]:
+    """Return the same if several ranks share the experts; else nothing.
+
+    Args:
+        model: The model.
+        num_ranks: Ranks along ``ep``.
+
+    Raises:
+        PlanError: the model has no experts, or their number is not divisible by the ranks.
+    """
+    if num_ranks == 1:
+        return {}
+    found = stacked_experts(model)
+    if not found:
+        raise PlanError(
+            f"ep splits experts, but {type(model).__name__} has no module with num_experts and their stacked weights: "
+            "leave ep out."
+        )
+    for name, count in found.items():
+        if count % num_ranks:
+            raise PlanError(f"{name} has {count} experts, which ep={num_ranks} does not divide: change ep.")
+    return found
+
+
 def pipeline_parts(model: nn.Module) -> tuple[str, ...]:
     """Return the modules that run one after the other in a model that is not a Sequential; empty if they are unknown.
 

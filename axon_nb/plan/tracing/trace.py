@@ -65,6 +65,8 @@ class ModelTrace:
     """How often the optimizer's step reads each parameter's gradient; empty without an optimizer."""
     work: dict[str, dict[str, Work]] = field(default_factory=dict)
     """By phase, then by innermost module; work outside the model, and that of the optimizer, has an empty name."""
+    attention: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """By module: bytes of the keys and values of each attention, and of one element."""
     unknown: dict[str, float] = field(default_factory=dict)
     """Bytes moved by operations whose FLOPs are unknown, by name."""
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -160,7 +162,7 @@ def trace_model(
         for handle in handles:
             handle.remove()
     trace.work, trace.saved, trace.has_inputs = counted.by_phase, dict(counted.saved), True
-    trace.unknown = counted.unknown
+    trace.unknown, trace.attention = counted.unknown, counted.attention
     names = {id(parameter.grad): name for name, parameter in trace.parameters}
     trace.grad_uses = {name: counted.uses[key] for key, name in names.items() if key in counted.uses}
     return trace
@@ -203,6 +205,7 @@ def _watched(model: nn.Module, trace: ModelTrace, counted: OpCounter) -> Iterato
 
 
 _Facts = dict[str, tuple[TensorFacts, ...]]
+_Attention = dict[str, list[tuple[int, int]]]
 
 
 class _NotLinearError(Exception):
@@ -301,6 +304,7 @@ def interpolate(low: ModelTrace, high: ModelTrace, share: tuple[int, int]) -> Mo
             low,
             inputs=_interpolated_facts(low.inputs, high.inputs, share),
             outputs=_interpolated_facts(low.outputs, high.outputs, share),
+            attention=_interpolated_attention(low.attention, high.attention, share),
             saved={key: _interpolate_int(a, b, share) for key, (a, b) in _pairs(low.saved, high.saved).items()},
             work={
                 phase: {child: _work(a, b, share) for child, (a, b) in _pairs(one, other).items()}
@@ -326,6 +330,13 @@ def _interpolated_facts(low: _Facts, high: _Facts, share: tuple[int, int]) -> _F
     return facts
 
 
+def _interpolated_attention(low: _Attention, high: _Attention, share: tuple[int, int]) -> _Attention:
+    return {
+        name: [(_interpolate_int(a, b, share), itemsize) for (a, itemsize), (b, _) in zip(one, other, strict=True)]
+        for name, (one, other) in _pairs(low, high).items()
+    }
+
+
 def _fact(low: TensorFacts, high: TensorFacts, share: tuple[int, int]) -> TensorFacts:
     if low == high:
         return low
@@ -349,5 +360,5 @@ def _work(low: Work, high: Work, share: tuple[int, int]) -> Work:
     return Work(*(a + (b - a) * part for a, b in zip(_numbers(low), _numbers(high), strict=True)))
 
 
-def _numbers(work: Work) -> tuple[float, float, float]:
-    return work.flops, work.bytes, work.ops
+def _numbers(work: Work) -> tuple[float, float, float, float]:
+    return work.flops, work.bytes, work.ops, work.attention

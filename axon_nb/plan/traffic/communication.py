@@ -20,9 +20,16 @@ from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.parallel.tensor.parallelize import STYLES, automatic_plan, check_divisible
 from axon_nb.plan import arguments
 from axon_nb.plan.errors import PlanError
-from axon_nb.plan.hardware import Link, resolve_links
+from axon_nb.plan.hardware import CARDS, FITTED, Link, Shares, link_between, resolve_links
 from axon_nb.plan.models import model_by_name
-from axon_nb.plan.tracing.subject import ModelSource, checked_module_filter, owner, resolve_dtype, resolve_optimizer
+from axon_nb.plan.tracing.subject import (
+    ModelSource,
+    checked_module_filter,
+    owner,
+    resolve_dtype,
+    resolve_optimizer,
+    split_experts,
+)
 from axon_nb.plan.tracing.trace import ModelTrace, trace_model
 from axon_nb.plan.traffic import parallelism as data
 from axon_nb.plan.traffic.parallelism import (
@@ -33,7 +40,8 @@ from axon_nb.plan.traffic.parallelism import (
     pipeline_traffic,
     tensor_parallel_traffic,
 )
-from axon_nb.plan.traffic.plan import DATA_AXES, CommunicationPlan, Traffic
+from axon_nb.plan.traffic.plan import GRADIENT_AXES, CommunicationPlan, Traffic
+from axon_nb.plan.traffic.tokens import expert_traffic, ring_traffic
 
 _TORCH_STYLES = {"ColwiseParallel": "column", "RowwiseParallel": "row", "SequenceParallel": "sequence"}
 
@@ -75,9 +83,42 @@ def communication(
 
 def traffic_of(layout: ParallelLayout, links: Any) -> CommunicationPlan:
     """Return what a layout sends, with times on links."""
-    resolved = resolve_links(links, layout.mesh)
-    rows = [row.timed(resolved.get(row.axis)) for row in _rows(layout)]
-    return CommunicationPlan(layout.title, layout.mesh, tuple(rows), resolved, tuple(_notes(layout)))
+    rows = list(_rows(layout))
+    resolved = joined_links(links, resolve_links(links, layout.mesh), layout.mesh, rows)
+    timed = tuple(row.timed(resolved.get(row.axis)) for row in rows)
+    return CommunicationPlan(layout.title, layout.mesh, timed, resolved, tuple(_notes(layout)))
+
+
+def joined_links(
+    links: Any, known: Mapping[str, Link], mesh: Mapping[str, int], rows: Sequence[Traffic], shares: Shares = FITTED
+) -> dict[str, Link]:
+    """Add the links of groups along several axes: between cards that of the group's ranks, else the slowest axis's.
+
+    Args:
+        links: As a user gives them.
+        known: What `resolve_links` returned.
+        mesh: Size by axis.
+        rows: The communication.
+        shares: What links achieve of their bandwidth.
+    """
+    found = dict(known)
+    for group in dict.fromkeys(row.axis for row in rows if "+" in row.axis and known):
+        axes = group.split("+")
+        if isinstance(links, str) and links.lower() in CARDS:
+            found[group] = link_between(CARDS[links.lower()], _ranks_along(mesh, axes), shares)
+        else:
+            found[group] = min((known[axis] for axis in axes), key=lambda link: link.bandwidth_bytes_per_s)
+    return found
+
+
+def _ranks_along(mesh: Mapping[str, int], axes: Sequence[str]) -> list[int]:
+    """Ranks of the group along some axes that has rank 0."""
+    ranks, stride = [0], 1
+    for axis, size in reversed(list(mesh.items())):
+        if axis in axes:
+            ranks = [place * stride + rank for place in range(size) for rank in ranks]
+        stride *= size
+    return ranks
 
 
 def _notes(layout: ParallelLayout) -> Iterator[str]:
@@ -87,14 +128,20 @@ def _notes(layout: ParallelLayout) -> Iterator[str]:
         yield "tp shards no layer of this model, so all tp ranks do the same work; give tp_plan="
     if layout.has_units:
         yield arguments.STAGE_UNITS if layout.stages is not None else describe_units(layout.units.values())
-    if layout.size(*DATA_AXES) > 1:
+    if layout.size(*GRADIENT_AXES) > 1:
         yield "this is a step that averages gradients; accumulation steps send less"
+    if layout.experts:
+        yield "every expert gets as many tokens; experts are sharded as a unit of their own"
+    if layout.size("cp") > 1:
+        yield "keys and values go round the ring of cp once in forward, and once in backward with their gradients"
     if layout.stages is not None:
         yield "pipeline ranks receive as much as they send; time is counted at the sender"
 
 
 def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
     stages, tp = layout.stages, layout.size("tp")
+    parts = stages.num_microbatches if stages is not None else 1
+    rows: tuple[Traffic, ...] = ()
     if layout.styles:
         rows = tuple(
             tensor_parallel_traffic(
@@ -103,19 +150,36 @@ def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
                 num_ranks=tp,
                 sequence=layout.sequence,
                 parallel_loss=layout.parallel_loss,
-                parts=stages.num_microbatches if stages is not None else 1,
+                parts=parts,
+                positions=layout.size("cp"),
                 stages=stages,
             )
         )
-        yield from rows
-        if layout.activation_checkpointing:
-            yield from _recomputed(rows)
-    if layout.size(*DATA_AXES) > 1:
+    if layout.experts:
+        rows += tuple(
+            expert_traffic(
+                layout.trace,
+                layout.experts,
+                num_ranks=layout.size("ep"),
+                parts=parts,
+                positions=layout.size("cp"),
+                stages=stages,
+            )
+        )
+    if layout.size("cp") > 1:
+        shares = {name: tp for name in layout.trace.attention if layout.divides_part(name)}
+        rows += tuple(
+            ring_traffic(layout.trace, num_ranks=layout.size("cp"), parts=parts, stages=stages, shares=shares)
+        )
+    yield from rows
+    if layout.activation_checkpointing:
+        yield from _recomputed(rows)
+    if layout.size(*GRADIENT_AXES) > 1:
         for pp_rank, here in enumerate(layout.parameters_by_pp_rank):
             for row in _data_rows(layout, here):
                 yield replace(row, pp_rank=pp_rank)
     if stages is not None:
-        yield from pipeline_traffic(layout.trace, stages, shares=layout.boundary_shares)
+        yield from pipeline_traffic(layout.trace, stages, shares=layout.boundary_shares, positions=layout.size("cp"))
         if tp > 1:
             for pp_rank in range(stages.num_ranks):
                 yield Traffic("tp", tp, "barrier", "backward", "end of the step", ((0, 1),), pp_rank=pp_rank)
@@ -125,16 +189,24 @@ def _recomputed(rows: Sequence[Traffic]) -> Iterator[Traffic]:
     """What forward sends, sent again when backward recomputes it."""
     for row in rows:
         if row.phase == "forward":
-            yield replace(row, phase="backward", purpose=f"{row.purpose}, recomputed")
+            overlaps = "backward" if row.overlaps_with else ""
+            yield replace(row, phase="backward", purpose=f"{row.purpose}, recomputed", overlaps_with=overlaps)
 
 
 def _data_rows(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> Iterator[Traffic]:
-    axis, num_ranks = layout.data_axis, layout.size(layout.data_axis)
+    for experts in (False, True):
+        held = [parameter for parameter in parameters if parameter.is_expert is experts]
+        if held and layout.gradient_group(experts=experts)[1] > 1:
+            yield from _group_rows(layout, held, experts)
+
+
+def _group_rows(layout: ParallelLayout, parameters: Sequence[LocalTensor], experts: bool) -> Iterator[Traffic]:
+    axis, num_ranks = layout.gradient_group(experts=experts)
     if layout.strategy in arguments.UNSHARDED:
         trace = layout.trace
         buffers = [
             LocalTensor(name, tuple(buffer.shape), buffer.dtype) for name, buffer in trace.model.named_buffers()
-        ] * layout.broadcast_buffers
+        ] * (layout.broadcast_buffers and not experts)
         known = {held.name: held for held in parameters if held.has_grad}
         order = trace.ready if trace.has_inputs else list(known)[::-1]
         ready = [known[name] for name in order if name in known]
@@ -154,7 +226,8 @@ def _data_rows(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> Ite
         return
     units = data.group_into_units(list(layout.units), parameters, _needs_backward(layout))
     strategy = ShardingStrategy(layout.strategy)
-    shard, replicate = (axis, num_ranks), None
+    shard: tuple[str, int] = (axis, num_ranks)
+    replicate: tuple[str, int] | None = None
     if strategy is ShardingStrategy.HYBRID_SHARD:
         shard, replicate = ("shard", layout.size("shard")), ("replicate", layout.size("replicate"))
     elif strategy is ShardingStrategy.NO_SHARD:
@@ -229,14 +302,17 @@ class ParallelLayout:
     """Tensor-parallel style by module name."""
     stages: StageAssignment | None = field(init=False)
     """How the model is split over ``pp``; None: it is not."""
+    experts: Mapping[str, int] = field(init=False)
+    """Number of experts of each module that ``ep`` splits."""
 
     def __post_init__(self) -> None:
         trace = self.known_trace or trace_model(self.source, optimizer=self.optimizer, dtype=self.mixed_precision)
-        if self.size("tp", "pp") > 1 and not trace.has_inputs:
+        if self.size("tp", "pp", "ep", "cp") > 1 and not trace.has_inputs:
             raise UsageError(
-                "tp and pp send activations, so inputs= is required: one rank's batch, such as "
+                "tp, pp, ep and cp send activations, so inputs= is required: one rank's batch, such as "
                 "torch.zeros(8, 128, dtype=torch.int64)."
             )
+        experts = split_experts(trace.model, self.size("ep"))
         wrap = checked_module_filter(trace.model, self.wrap, "wrap")
         styles = _styles(trace, self) if self.size("tp") > 1 else {}
         stages = None
@@ -249,7 +325,8 @@ class ParallelLayout:
                 num_stages=self.num_stages,
                 at=self.at,
             )
-        for name, value in (("trace", trace), ("wrap", wrap), ("styles", styles), ("stages", stages)):
+        found = {"trace": trace, "wrap": wrap, "styles": styles, "stages": stages, "experts": experts}
+        for name, value in found.items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -292,7 +369,7 @@ class ParallelLayout:
     @cached_property
     def parameters(self) -> list[LocalTensor]:
         """Each parameter as one rank along ``tp`` holds it."""
-        return local_parameters(self.trace, self.styles, self.size("tp"))
+        return local_parameters(self.trace, self.styles, self.size("tp"), self.experts, self.size("ep"))
 
     @cached_property
     def parameters_by_pp_rank(self) -> list[list[LocalTensor]]:
@@ -327,7 +404,7 @@ class ParallelLayout:
     @property
     def has_units(self) -> bool:
         """Whether the model is sharded by FSDP."""
-        return self.strategy not in arguments.UNSHARDED and self.size(*DATA_AXES) > 1
+        return self.strategy not in arguments.UNSHARDED and self.size(*GRADIENT_AXES) > 1
 
     @cached_property
     def units(self) -> dict[str, nn.Module]:
@@ -347,17 +424,23 @@ class ParallelLayout:
         modules: dict[str, nn.Module] = named() if self.wrap is not None else self.trace.cached(key, named)
         return modules
 
-    @property
-    def data_axis(self) -> str:
-        """The axis over which gradients are averaged (the first one, with hybrid_shard)."""
-        return next((axis for axis in DATA_AXES if axis in self.mesh), "dp")
+    def gradient_group(self, *, experts: bool = False) -> tuple[str, int]:
+        """Axes over which gradients are averaged, joined by ``+``, and their size; the first one with hybrid_shard.
+
+        Args:
+            experts: Those of experts, of which ranks along ``ep`` hold others.
+        """
+        if self.strategy == "hybrid_shard":
+            return "replicate", self.size("replicate")
+        axes = [axis for axis in ("dp", "ep", "cp") if self.size(axis) > 1 and not (experts and axis == "ep")]
+        return "+".join(axes) or "dp", self.size(*axes)
 
     @property
     def title(self) -> str:
         """Model and layout as text."""
         shown = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         parts = [f"{type(self.trace.model).__name__} on {shown}"]
-        if self.size(*DATA_AXES) > 1:
+        if self.size(*GRADIENT_AXES) > 1:
             parts.append(self.strategy)
         if self.stages is not None:
             parts.append(f"{self.stages.schedule.value} with {self.stages.num_microbatches} microbatches")

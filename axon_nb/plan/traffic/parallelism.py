@@ -50,6 +50,8 @@ class LocalTensor(Struct, frozen=True):
     """Whether a step gives it a gradient."""
     requires_grad: bool = True
     """Whether it can get one."""
+    is_expert: bool = False
+    """Whether ranks along ``ep`` hold other parts of it."""
 
     @property
     def elements(self) -> int:
@@ -322,7 +324,7 @@ def _split_at(trace: ModelTrace, at: Sequence[str]) -> tuple[tuple[str, ...], ..
 
 
 def boundaries(
-    trace: ModelTrace, stages: StageAssignment, *, shares: Mapping[str, int] | None = None
+    trace: ModelTrace, stages: StageAssignment, *, shares: Mapping[str, int] | None = None, positions: int = 1
 ) -> list[tuple[int, int]]:
     """Return the bytes of one microbatch that a rank sends over each stage boundary: (forward, backward).
 
@@ -330,6 +332,7 @@ def boundaries(
         trace: The model's trace with one rank's batch.
         stages: How it is split.
         shares: Children whose output is sharded over this many ``tp`` ranks.
+        positions: Ranks along ``cp``, each with its part of the sequence.
 
     Raises:
         UsageError: the batch is not divisible into microbatches.
@@ -343,7 +346,7 @@ def boundaries(
                 f"The batch ({rows} samples) must be divisible by num_microbatches ({stages.num_microbatches}): change "
                 "one of them."
             )
-        parts = stages.num_microbatches * (shares or {}).get(names[-1], 1)
+        parts = stages.num_microbatches * positions * (shares or {}).get(names[-1], 1)
         forward = sum(fact.nbytes for fact in facts)
         backward = sum(fact.nbytes for fact in facts if fact.requires_grad)
         sizes.append((forward // parts, backward // parts))
@@ -351,7 +354,7 @@ def boundaries(
 
 
 def pipeline_traffic(
-    trace: ModelTrace, stages: StageAssignment, *, shares: Mapping[str, int] | None = None
+    trace: ModelTrace, stages: StageAssignment, *, shares: Mapping[str, int] | None = None, positions: int = 1
 ) -> Iterator[Traffic]:
     """Yield what each pipeline rank sends and receives; stages on the same rank exchange no messages.
 
@@ -359,6 +362,7 @@ def pipeline_traffic(
         trace: The same as for `boundaries`.
         stages: The same.
         shares: The same.
+        positions: The same.
     """
     ranks, count, num_ranks = stages.rank_of_stage, stages.num_microbatches, stages.num_ranks
     for pp_rank in range(num_ranks):
@@ -372,7 +376,7 @@ def pipeline_traffic(
             pp_rank=pp_rank,
         )
         yield Traffic("pp", num_ranks, "barrier", "backward", "end of the step", ((0, 1),), pp_rank=pp_rank)
-    for stage, (forward, backward) in enumerate(boundaries(trace, stages, shares=shares)):
+    for stage, (forward, backward) in enumerate(boundaries(trace, stages, shares=shares, positions=positions)):
         first, second = ranks[stage], ranks[stage + 1]
         if first == second:
             continue
@@ -399,6 +403,7 @@ def tensor_parallel_traffic(
     sequence: bool,
     parallel_loss: bool,
     parts: int = 1,
+    positions: int = 1,
     stages: StageAssignment | None = None,
     axis: str = "tp",
 ) -> Iterator[Traffic]:
@@ -411,6 +416,7 @@ def tensor_parallel_traffic(
         sequence: Whether activations between blocks are sharded along the sequence.
         parallel_loss: Whether the loss takes logits sharded over the vocabulary.
         parts: Number of microbatches.
+        positions: Ranks along ``cp``, each with its part of the sequence.
         stages: How the model is split over ``pp``; None: it is not.
         axis: Its name.
     """
@@ -419,14 +425,14 @@ def tensor_parallel_traffic(
         pp_rank = 0 if stages is None else stages.rank_of(name)
         for call in _calls(trace, name, style, styles, sequence=sequence):
             once = call.purpose == _NORMS
-            sizes = [call.size] if once else [call.size // parts] * parts
+            sizes = [call.size] if once else [call.size // parts // positions] * parts
             calls.setdefault((pp_rank, call.phase, call.operation, call.purpose), []).extend(sizes)
     if parallel_loss:
         pp_rank = 0 if stages is None else stages.rank_of("")
         tokens = _tokens(trace)
         for size in (tokens * 4, 2 * tokens * 4):
             key = (pp_rank, _FORWARD, "all_reduce", "loss of sharded logits")
-            calls.setdefault(key, []).extend([size // parts] * parts)
+            calls.setdefault(key, []).extend([size // parts // positions] * parts)
     for (pp_rank, phase, operation, purpose), sizes in calls.items():
         yield Traffic(axis, num_ranks, operation, phase, purpose, grouped(sizes), pp_rank=pp_rank)
 
@@ -482,21 +488,28 @@ def _tokens(trace: ModelTrace) -> int:
     return TensorFacts(logits.shape[:-1], torch.uint8, False).nbytes
 
 
-def local_parameters(trace: ModelTrace, styles: Mapping[str, str], num_ranks: int) -> list[LocalTensor]:
-    """Return each parameter as one rank of the axis holds it.
+def local_parameters(
+    trace: ModelTrace, styles: Mapping[str, str], num_ranks: int, experts: Mapping[str, int], ep: int
+) -> list[LocalTensor]:
+    """Return each parameter as one rank along ``tp`` and ``ep`` holds it.
 
     Args:
         trace: The whole model's trace.
         styles: The styles by module name.
         num_ranks: Along ``tp``.
+        experts: Number of experts by module.
+        ep: Ranks along ``ep``.
     """
     parameters: list[LocalTensor] = trace.cached(
-        ("local parameters", num_ranks, tuple(styles.items())), lambda: _local_parameters(trace, styles, num_ranks)
+        ("local parameters", num_ranks, tuple(styles.items()), ep),
+        lambda: _local_parameters(trace, styles, num_ranks, experts, ep),
     )
     return parameters
 
 
-def _local_parameters(trace: ModelTrace, styles: Mapping[str, str], num_ranks: int) -> list[LocalTensor]:
+def _local_parameters(
+    trace: ModelTrace, styles: Mapping[str, str], num_ranks: int, experts: Mapping[str, int], ep: int
+) -> list[LocalTensor]:
     ready = set(trace.ready) if trace.has_inputs else None
     parameters = []
     for name, parameter in trace.parameters:
@@ -508,7 +521,11 @@ def _local_parameters(trace: ModelTrace, styles: Mapping[str, str], num_ranks: i
             if dim is not None:
                 shape[dim] //= num_ranks
         has_grad = parameter.requires_grad if ready is None else name in ready
-        parameters.append(LocalTensor(name, tuple(shape), parameter.dtype, has_grad, parameter.requires_grad))
+        is_expert = bool(shape) and shape[0] == experts.get(path)
+        if is_expert:
+            shape[0] //= ep
+        trained = parameter.requires_grad
+        parameters.append(LocalTensor(name, tuple(shape), parameter.dtype, has_grad, trained, is_expert))
     return parameters
 
 

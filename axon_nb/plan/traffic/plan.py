@@ -15,8 +15,8 @@ from axon_nb.records.units import format_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
-DATA_AXES = ("replicate", "dp", "shard")
-"""Axes along which ranks have different samples."""
+GRADIENT_AXES = ("replicate", "dp", "shard", "ep", "cp")
+"""Axes along which ranks have different samples, or positions of a sequence, and average their gradients."""
 _HEAD = ("axis", "ranks", "collective", "phase", "purpose", "calls", "bytes", "sent per rank", "time, ms")
 _MIB = 1024.0 * 1024.0
 # torch's operation names, which differ between versions, and whether a span's bytes are those of one rank's shard.
@@ -49,11 +49,12 @@ class Traffic:
     """Calls of one kind that a rank makes in a step."""
 
     axis: str
-    """The mesh axis."""
+    """The mesh axis, or those of a group along several: ``dp+cp``."""
     num_ranks: int
     """Ranks along it."""
     operation: str
-    """``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``send``, ``recv`` or ``barrier``."""
+    """``all_reduce``, ``all_gather``, ``all_to_all``, ``reduce_scatter``, ``broadcast``, ``send``, ``recv`` or
+    ``barrier``."""
     phase: str
     """``forward``, ``backward`` or ``optimizer``."""
     purpose: str
@@ -81,7 +82,18 @@ class Traffic:
     @property
     def once(self) -> bool:
         """Whether a step that accumulates several batches makes the calls once: they average or reduce gradients."""
-        return self.axis in DATA_AXES and self.operation in ("all_reduce", "reduce_scatter", "broadcast")
+        return self.averages and self.operation in ("all_reduce", "reduce_scatter", "broadcast")
+
+    @property
+    def averages(self) -> bool:
+        """Whether the ranks average gradients."""
+        return set(self.axis.split("+")) <= set(GRADIENT_AXES)
+
+    @property
+    def is_within_stage(self) -> bool:
+        """Whether layers make the calls, in a pipeline for each microbatch."""
+        moves = self.operation in ("all_to_all", "send", "recv")
+        return self.axis == "tp" or (moves and self.axis in ("ep", "cp"))
 
     @property
     def sent_bytes(self) -> int:
