@@ -86,7 +86,7 @@ class Keeper:
 
         self._bundles, self._patience_s = bundles, patience_s
         self._group = placement_group([dict(one) for one in bundles], strategy=strategy, name=name)
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._running, self._idle_since = 0, time.monotonic()
         self._hosts: dict[int, Any] = {}
         self._facts: dict[str, dict[str, str]] = {}
@@ -130,6 +130,7 @@ class Keeper:
                         facts = {"failure": str(error).strip().splitlines()[-1]}
             with self._lock:
                 self._facts[name] = facts
+                self._lock.notify_all()
             if "failure" in facts:
                 ray.kill(host)
                 time.sleep(_RETURN_S)  # for `place` to ask why
@@ -142,9 +143,10 @@ class Keeper:
                 if not self._running:
                     self._end()
 
-    def facts(self) -> dict[str, dict[str, str]]:
-        """Return, once, the facts of those hosts that have joined, or failed to."""
+    def facts(self, wait_s: float) -> dict[str, dict[str, str]]:
+        """Return, once, the facts of those hosts that have joined, or failed to; if there are none, wait for some."""
         with self._lock:
+            self._lock.wait_for(lambda: self._facts, wait_s)
             found, self._facts = self._facts, {}
         return found
 
@@ -322,17 +324,16 @@ def place(ray: Any, request: Mapping[str, Any]) -> dict[str, dict[str, str]]:
                 wanted = [request["bundles"][index] for index in hosts.values()]
                 raise Refused(missing(_survey(ray), sum(one["CPU"] for one in wanted), int("GPU" in wanted[0])))
             time.sleep(_POLL_S)
-        ray.get(keeper.facts.remote())  # of an earlier attempt
+        ray.get(keeper.facts.remote(0.0))  # of an earlier attempt
         for name, index in hosts.items():
             keeper.run.remote(index, request["join"], name, request["key"])
         facts: dict[str, dict[str, str]] = {}
         while len(facts) < len(hosts):
-            facts |= ray.get(keeper.facts.remote())
+            facts |= ray.get(keeper.facts.remote(1.0))
             for one in facts.values():
                 if "failure" in one:
                     where = f"node {one['node']} ({one['ip']}): " if "node" in one else ""
                     raise Refused(f"{where}{one['failure']}")
-            time.sleep(_POLL_S)
         return facts
     except BaseException:
         if created:
