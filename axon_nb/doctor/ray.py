@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from axon_nb.cluster.launch.ray import ask_ray, parse_ray
+from axon_nb.cluster.launch.ray import check_ray, parse_ray
 from axon_nb.doctor.report import Finding, Section
 from axon_nb.errors import AxonError, UsageError
 
@@ -23,7 +23,7 @@ def ray(hosts: str) -> Section:
     if hosts.partition(":")[0] != "ray":
         raise UsageError(f"`doctor --hosts` checks ray or ray:ADDRESS; got {hosts}.")
     try:
-        found = ask_ray("check", address=parse_ray(hosts).address)
+        found = check_ray(parse_ray(hosts).address)
     except AxonError as error:
         finding = Finding("connection", str(error), "problem", f"--hosts {hosts} cannot start ranks.", "See above.")
         return Section("Ray", (finding,))

@@ -17,9 +17,10 @@ def main() -> None:
     parser.add_argument("--run-dir", required=True, type=Path, help="the cluster's private folder")
     parser.add_argument("--controller", type=json.loads, default=[], help="command line of the controller, as JSON")
     parser.add_argument("--entry", default="", help="what forked ranks run, as module:function")
+    parser.add_argument("--later", action="store_true", help="import nothing for ranks before one is to be forked")
     args = parser.parse_args()
     os.umask(0o077)
-    options = AgentOptions(controller=args.controller, entry=args.entry)
+    options = AgentOptions(controller=args.controller, entry=args.entry, imports_later=args.later)
     Agent(RunDir(args.run_dir), options).run()
 
 

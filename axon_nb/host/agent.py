@@ -62,6 +62,8 @@ class AgentOptions(Struct, frozen=True):
     """Command line of the ipyparallel controller; empty for none."""
     entry: str
     """What forked ranks run, as `module:function`; empty: torch is not imported, and no rank can be forked."""
+    imports_later: bool = False
+    """Whether nothing is imported for ranks before one is to be forked here: all are on other hosts."""
     member: Member | None = None
     """The membership in a cluster of another host; None: this agent is the notebook's."""
 
@@ -81,7 +83,9 @@ class Agent:
         self._store_listener: TcpListener | None = None
         self._selector = selectors.DefaultSelector()
         self._peers: set[Connection] = set()
-        self._forks = ForkQueue(options.entry, self.children, self._last_output, self._inherited)
+        self._forks = ForkQueue(
+            options.entry, self.children, self._last_output, self._inherited, imports_later=options.imports_later
+        )
         self.hosts = Hosts(self._selector, self._peers, run_dir.engine_file, self._report_exit)
         self._member = options.member
         self._deadline: float | None = None if self._member else time.monotonic() + _FIRST_CONTACT_TIMEOUT_S

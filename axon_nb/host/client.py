@@ -53,7 +53,7 @@ _POLL_S = 0.005
 _KILL_TIMEOUT_S = 5.0
 
 
-def spawn_agent(run_dir: RunDir, *, controller: list[str], entry: str) -> int:
+def spawn_agent(run_dir: RunDir, *, controller: list[str], entry: str, imports_later: bool = False) -> int:
     """Start a host agent for `run_dir` in a new session; return its pid at once, before it serves.
 
     A thread reaps it, so that a long-lived kernel keeps no zombie.
@@ -65,6 +65,7 @@ def spawn_agent(run_dir: RunDir, *, controller: list[str], entry: str) -> int:
     argv = [sys.executable, "-P", "-m", "axon_nb.host", f"--run-dir={run_dir.path}", f"--entry={entry}"]
     if controller:
         argv.append(f"--controller={json.dumps(controller)}")
+    argv += ["--later"] if imports_later else []
     log = os.open(run_dir.path / "log" / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         if AGENT_SERVER.get() and (pid := _fork_agent(AGENT_SERVER.get(), argv, env, log)):

@@ -112,6 +112,7 @@ class ForkQueue:
         children: Gets the new processes.
         last_output: Notes where their output begins.
         inherited: Returns what a new process closes.
+        imports_later: Whether nothing is imported before a rank is to be forked.
     """
 
     def __init__(
@@ -120,12 +121,15 @@ class ForkQueue:
         children: Children,
         last_output: LastOutput,
         inherited: Callable[[], Iterable[Any]],
+        *,
+        imports_later: bool,
     ) -> None:
         self._entry = entry
         self._children = children
         self._last_output = last_output
         self._inherited = inherited
         self._preload = _Preload(enabled=bool(entry))
+        self._imports_later = imports_later
         self._kept_memory = KeptMemory()
         self._waiting: list[tuple[Fork, Callable[[Mapping[str, Any]], None]]] = []
 
@@ -149,6 +153,9 @@ class ForkQueue:
         Args:
             busy: Whether there are ranks: what they may never need is not imported, since nothing is handled meanwhile.
         """
+        if self._imports_later and not self._waiting:
+            return True
+        self._imports_later = False
         idle = not self._preload.step(busy=busy or bool(self._waiting))
         if self._preload.ready and self._waiting:
             waiting, self._waiting = self._waiting, []

@@ -1,6 +1,7 @@
 """What `--hosts ray` does in Ray, in a process of its own, so that a notebook can use Ray as it likes.
 
-``look`` finds out how many ranks each node has room for, ``check`` what `axon-nb doctor` reports, and ``place``
+It reads requests from standard input, and lives for one start, one repair or one check: Ray is imported and connected
+once. ``look`` finds out how many ranks each node has room for, ``check`` what `axon-nb doctor` reports, and ``place``
 reserves a placement group and has the agent of each host join. An actor on Ray's head does the work. It is detached,
 so it outlives the notebook, and ends itself when no agent is left. With it Ray ends what it owns: the placement group
 and the actor in each bundle.
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import select
 import signal
 import socket
 import sys
@@ -23,6 +26,8 @@ from typing import Any
 NAMESPACE = "axon_nb"
 _ON_HEAD: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
 _POLL_S = 0.05
+_PATIENCE_S = 600.0
+"""For the next request; the notebook closes standard input before."""
 _RETURN_S = 5.0
 """For Ray to return what a cluster that has just been stopped had reserved."""
 _AGENT = (
@@ -81,7 +86,7 @@ class Keeper:
 
         self._bundles, self._patience_s = bundles, patience_s
         self._group = placement_group([dict(one) for one in bundles], strategy=strategy, name=name)
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._running, self._idle_since = 0, time.monotonic()
         self._hosts: dict[int, Any] = {}
         self._facts: dict[str, dict[str, str]] = {}
@@ -125,6 +130,7 @@ class Keeper:
                         facts = {"failure": str(error).strip().splitlines()[-1]}
             with self._lock:
                 self._facts[name] = facts
+                self._lock.notify_all()
             if "failure" in facts:
                 ray.kill(host)
                 time.sleep(_RETURN_S)  # for `place` to ask why
@@ -137,9 +143,10 @@ class Keeper:
                 if not self._running:
                     self._end()
 
-    def facts(self) -> dict[str, dict[str, str]]:
-        """Return, once, the facts of those hosts that have joined, or failed to."""
+    def facts(self, wait_s: float) -> dict[str, dict[str, str]]:
+        """Return, once, the facts of those hosts that have joined, or failed to; if there are none, wait for some."""
         with self._lock:
+            self._lock.wait_for(lambda: self._facts, wait_s)
             found, self._facts = self._facts, {}
         return found
 
@@ -166,8 +173,15 @@ def _facts() -> dict[str, str]:
     return {**here, **versions}
 
 
-def _survey() -> dict[str, Any]:
+def _survey(ray: Any) -> dict[str, Any]:
     """What Ray's nodes have, what is free there, and which placement groups hold the rest."""
+    if ray.util.client.ray.is_connected():  # a client has no view of the nodes
+        found: dict[str, Any] = ray.get(ray.remote(_survey_here).options(**_ON_HEAD).remote())
+        return found
+    return _survey_here()
+
+
+def _survey_here() -> dict[str, Any]:
     import ray
     from ray._private.state import available_resources_per_node
     from ray.util.placement_group import placement_group_table
@@ -233,6 +247,8 @@ def _of(node: Mapping[str, Any], kind: str) -> str:
 
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[Any]:
+    # Of Ray's import, jsonschema's check of international addresses would be three quarters; Ray checks none.
+    sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
     import ray
 
     host, _, port = address.rpartition(":")
@@ -253,24 +269,22 @@ def _connected(address: str) -> Iterator[Any]:
         ray.shutdown()
 
 
-def look(request: Mapping[str, Any]) -> dict[str, Any]:
+def look(ray: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return how many ranks each host gets, how many GPUs each rank, and the address of a node."""
-    with _connected(request["address"]) as ray:
-        survey_on_head, end = ray.remote(_survey).options(**_ON_HEAD), time.monotonic() + _RETURN_S
-        while True:
-            survey = ray.get(survey_on_head.remote())
-            gpus = request["gpus_per_rank"]
-            if gpus is None:
-                gpus = int(any(node["total"]["GPU"] for node in survey["nodes"]))
-            counts = fit(survey["nodes"], request["num_ranks"], gpus, request["placement"])
-            if counts:
-                return {"counts": counts, "gpus_per_rank": gpus, "ip": survey["nodes"][0]["ip"]}
-            if time.monotonic() > end:
-                raise Refused(missing(survey, request["num_ranks"], gpus))
-            time.sleep(10 * _POLL_S)
+    end = time.monotonic() + _RETURN_S
+    while True:
+        survey, gpus = _survey(ray), request["gpus_per_rank"]
+        if gpus is None:
+            gpus = int(any(node["total"]["GPU"] for node in survey["nodes"]))
+        counts = fit(survey["nodes"], request["num_ranks"], gpus, request["placement"])
+        if counts:
+            return {"counts": counts, "gpus_per_rank": gpus, "ip": survey["nodes"][0]["ip"]}
+        if time.monotonic() > end:
+            raise Refused(missing(survey, request["num_ranks"], gpus))
+        time.sleep(10 * _POLL_S)
 
 
-def check(request: Mapping[str, Any]) -> dict[str, Any]:
+def check(ray: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return what there is, and for each node its versions and whether it reaches this host."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -281,8 +295,8 @@ def check(request: Mapping[str, Any]) -> dict[str, Any]:
             return {**_facts(), "unreached": f"{ip}: {error}"}
         return _facts()
 
-    with _connected(request["address"]) as ray, socket.create_server(("", 0)) as server:
-        found: dict[str, Any] = ray.get(ray.remote(_survey).options(**_ON_HEAD).remote())
+    with socket.create_server(("", 0)) as server:
+        found = _survey(ray)
         for node in found["nodes"]:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.connect((node["ip"], 9))  # sends nothing
@@ -296,38 +310,35 @@ def check(request: Mapping[str, Any]) -> dict[str, Any]:
         return {**found, "own": _facts()}
 
 
-def place(request: Mapping[str, Any], key: str) -> dict[str, dict[str, str]]:
+def place(ray: Any, request: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Reserve what the hosts need, unless that is done, have their agents join, and return facts of their nodes."""
     hosts: dict[str, int] = request["hosts"]
-    with _connected(request["address"]) as ray:
-        keeper, created, end = _find_keeper(ray, request["name"]), False, time.monotonic() + request["timeout_s"]
-        if keeper is None:
-            options = {**_ON_HEAD, "name": request["name"], "lifetime": "detached", "max_concurrency": 1000}
-            arguments = request["bundles"], request["strategy"], 2 * request["timeout_s"]
-            keeper, created = ray.remote(Keeper).options(**options).remote(request["title"], *arguments), True
-        try:
-            while not ray.get(keeper.placed.remote()):
-                if time.monotonic() > end:
-                    survey = ray.get(ray.remote(_survey).options(**_ON_HEAD).remote())
-                    wanted = [request["bundles"][index] for index in hosts.values()]
-                    raise Refused(missing(survey, sum(one["CPU"] for one in wanted), int("GPU" in wanted[0])))
-                time.sleep(_POLL_S)
-            ray.get(keeper.facts.remote())  # of an earlier attempt
-            for name, index in hosts.items():
-                keeper.run.remote(index, request["join"], name, key)
-            facts: dict[str, dict[str, str]] = {}
-            while len(facts) < len(hosts):
-                facts |= ray.get(keeper.facts.remote())
-                for one in facts.values():
-                    if "failure" in one:
-                        where = f"node {one['node']} ({one['ip']}): " if "node" in one else ""
-                        raise Refused(f"{where}{one['failure']}")
-                time.sleep(_POLL_S)
-            return facts
-        except BaseException:
-            if created:
-                ray.kill(keeper)
-            raise
+    keeper, created, end = _find_keeper(ray, request["name"]), False, time.monotonic() + request["timeout_s"]
+    if keeper is None:
+        options = {**_ON_HEAD, "name": request["name"], "lifetime": "detached", "max_concurrency": 1000}
+        arguments = request["bundles"], request["strategy"], 2 * request["timeout_s"]
+        keeper, created = ray.remote(Keeper).options(**options).remote(request["title"], *arguments), True
+    try:
+        while not ray.get(keeper.placed.remote()):
+            if time.monotonic() > end:
+                wanted = [request["bundles"][index] for index in hosts.values()]
+                raise Refused(missing(_survey(ray), sum(one["CPU"] for one in wanted), int("GPU" in wanted[0])))
+            time.sleep(_POLL_S)
+        ray.get(keeper.facts.remote(0.0))  # of an earlier attempt
+        for name, index in hosts.items():
+            keeper.run.remote(index, request["join"], name, request["key"])
+        facts: dict[str, dict[str, str]] = {}
+        while len(facts) < len(hosts):
+            facts |= ray.get(keeper.facts.remote(1.0))
+            for one in facts.values():
+                if "failure" in one:
+                    where = f"node {one['node']} ({one['ip']}): " if "node" in one else ""
+                    raise Refused(f"{where}{one['failure']}")
+        return facts
+    except BaseException:
+        if created:
+            ray.kill(keeper)
+        raise
 
 
 def _find_keeper(ray: Any, name: str) -> Any:
@@ -339,16 +350,20 @@ def _find_keeper(ray: Any, name: str) -> Any:
 
 
 def main() -> int:
-    """Run one command with its request as JSON; print the answer as JSON, or why not."""
+    """Answer each request, a line of JSON, with another: what was found, or why not as `refused`."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    command, request = sys.argv[1], json.loads(sys.argv[2])
-    key = sys.stdin.readline().strip() if command == "place" else ""
-    try:
-        answer = place(request, key) if command == "place" else {"look": look, "check": check}[command](request)
-    except Refused as refused:
-        print(f"axon-nb: {refused}", flush=True)
-        return 1
-    print(json.dumps(answer), flush=True)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # for what Ray prints
+    with contextlib.ExitStack() as stack:
+        ray = None
+        while select.select([0], [], [], _PATIENCE_S)[0] and (line := sys.stdin.readline()):
+            request = json.loads(line)
+            try:
+                ray = ray or stack.enter_context(_connected(request["address"]))
+                answer = {"look": look, "check": check, "place": place}[request["command"]](ray, request)
+            except Refused as refused:
+                answer = {"refused": str(refused)}
+            print(json.dumps(answer), file=answers, flush=True)
     return 0
 
 

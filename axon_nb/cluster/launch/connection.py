@@ -92,7 +92,7 @@ class Connection(Struct):
         return self.agent.stop()
 
 
-def open_new(*, ip: str | None = None) -> Connection:
+def open_new(*, ip: str | None = None, ranks_here: bool = True) -> Connection:
     """Start a host agent and a controller, and connect to both; the agent imports torch meanwhile.
 
     Args:
@@ -102,17 +102,19 @@ def open_new(*, ip: str | None = None) -> Connection:
         StartError: one of them failed to start.
     """
     try:
-        return _open_new(ip)
+        return _open_new(ip, ranks_here=ranks_here)
     except StartError as error:
         if _PORT_TAKEN not in str(error):
             raise
-    return _open_new(ip)
+    return _open_new(ip, ranks_here=ranks_here)
 
 
-def _open_new(ip: str | None) -> Connection:
+def _open_new(ip: str | None, *, ranks_here: bool) -> Connection:
+        ranks_here: Whether the agent is to fork ranks; if not, it imports torch once it has to.
     run_dir = RunDir.create()
     try:
-        pid = spawn_agent(run_dir, controller=controller_command(run_dir, ip=ip), entry=ENGINE_ENTRY)
+        controller = controller_command(run_dir, ip=ip)
+        pid = spawn_agent(run_dir, controller=controller, entry=ENGINE_ENTRY, imports_later=not ranks_here)
         agent = AgentClient(run_dir, owner=kernel_id(), agent_pid=pid)
     except BaseException:
         run_dir.remove()

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 from ipyparallel.cluster.launcher import SSHEngineSetLauncher
@@ -37,7 +37,7 @@ from axon_nb.records.environment import JOIN_KEY, SLURM_JOB, SLURM_NODE
 from axon_nb.records.protocol.agent import GetInfo, ServeHosts
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.launch.ray import RayOption
+    from axon_nb.cluster.launch.ray import RayOption, RayProgram
 
 _USES = "join, join:2, ssh:a,b, slurm, slurm:JOB, mpi:a,b, ray or ray:ADDRESS"
 _QUERY_TIMEOUT_S = 20.0
@@ -63,13 +63,11 @@ _FIX = {
     "ssh": " Make sure that `ssh {host}` works in a terminal.",
     "slurm": " Make sure that `srun --jobid=JOB --overlap hostname` works in a terminal.",
     "mpi": " Make sure that `mpiexec --host {host} hostname` works in a terminal.",
-    "ray": "",
 }
 _INSTALL = {
     "ssh": "install it there, or set `c.SSHLauncher.remote_python` in ipcluster_config.py to a Python that has it",
     "slurm": "install it in an environment on a disk that the nodes share, and start the notebook from that",
     "mpi": "install it in the same folder there",
-    "ray": "install it in the image or the runtime environment that Ray uses",
 }
 
 
@@ -487,12 +485,7 @@ def _start(connection: Connection, option: HostsOption, *, timeout_s: float) -> 
                 )
             time.sleep(_POLL_S)
         if option.ray is not None:
-            (program,) = programs
-            program.process.wait(timeout_s)
-            program.raise_if_failed()
-            from axon_nb.cluster.launch.ray import describe_placed
-
-            print("\n".join(describe_placed(program.output.read_text(), option.ray)), flush=True)
+            print("\n".join(programs[0].placed(timeout_s)), flush=True)
     return list(state.hosts)
 
 
@@ -541,7 +534,7 @@ class _Program:
         code = self.process.poll()
         lines = [line.strip() for line in self.output.read_text(errors="replace").splitlines() if line.strip()]
         own = [line.partition(_OWN_MESSAGE)[2] for line in lines if line.startswith(_OWN_MESSAGE)]
-        if not own and (code is None or (code == 0 and self.launcher == "ray")):  # Ray runs what it has placed
+        if code is None and not own:
             return
         host, several = self.hosts[0], len(self.hosts) > 1
         who = f"One of the hosts {', '.join(self.hosts)}" if several else f"The host {host!r}"
@@ -564,11 +557,9 @@ class _Program:
 
 
 @contextlib.contextmanager
-def _started(
-    option: HostsOption, address: str, key: bytes, run_dir: Path, timeout_s: float
-) -> Iterator[list[_Program]]:
+def _started(option: HostsOption, address: str, key: bytes, run_dir: Path, timeout_s: float) -> Iterator[list[Any]]:
     """Start the programs; if the caller raises, terminate them: agents that have not joined then find no cluster."""
-    programs: list[_Program] = []
+    programs: list[_Program | RayProgram] = []
     folder = run_dir / "log"
     try:
         if option.launcher in ("slurm", "mpi"):
@@ -579,10 +570,10 @@ def _started(
             )
             programs.append(_Program(option.launcher, option.hosts, python, folder).start(command, key))
         elif option.ray is not None:
-            from axon_nb.cluster.launch.ray import place_command
+            from axon_nb.cluster.launch.ray import RayProgram
 
-            command = place_command(option.ray, option.hosts, run_dir.name, address, timeout_s / 2)
-            programs.append(_Program("ray", option.hosts, sys.executable, folder).start(command, key))
+            programs.append(ray := option.ray.program or RayProgram())
+            ray.place(option.ray, option.hosts, run_dir.name, address, key=key, timeout_s=timeout_s / 2)
         elif option.launcher == "ssh":
             for host in option.hosts:
                 command, python = ssh_command(host, address)

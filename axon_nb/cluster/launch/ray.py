@@ -1,4 +1,4 @@
-"""Ray's part of `--hosts`: what the option means, which hosts Ray has room for, and the program that places them there.
+"""Ray's part of `--hosts`: what the option means, which hosts Ray has room for, and the process that places them there.
 
 Each host of the cluster is a bundle of a placement group, and called after its number: a bundle that Ray places again
 after its node died keeps its name.
@@ -6,13 +6,18 @@ after its node died keeps its name.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import importlib.util
 import json
+import os
+import select
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 import urllib.parse
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -25,6 +30,7 @@ PLACEMENTS = ("pack", "spread")
 _PREFIX = "ray-"
 _PROGRAM = (sys.executable, "-P", "-m", "axon_nb.host.ray")
 _LOOK_TIMEOUT_S = 120.0
+_INSTALL = "install it in the image or the runtime environment that Ray uses"
 
 
 class RayOption(Struct, frozen=True):
@@ -37,6 +43,8 @@ class RayOption(Struct, frozen=True):
     placement: str = "pack"
     bundles: tuple[int, ...] = ()
     """How many ranks each host gets; empty until Ray was asked."""
+    program: RayProgram | None = None
+    """What has asked it."""
 
     @property
     def text(self) -> str:
@@ -87,7 +95,8 @@ def find_room(option: RayOption, layout: Layout, *, cpu: bool, backend: str) -> 
     """
     if cpu and option.gpus_per_rank:
         raise UsageError("--gpus-per-rank 1 and --devices cpu exclude each other.")
-    found = ask_ray(
+    program = RayProgram()
+    found = program.ask(
         "look",
         address=option.address,
         num_ranks=layout.num_ranks,
@@ -95,83 +104,150 @@ def find_room(option: RayOption, layout: Layout, *, cpu: bool, backend: str) -> 
         placement=option.placement,
     )
     gpus = found["gpus_per_rank"]
-    option = replace(option, gpus_per_rank=gpus, bundles=tuple(found["counts"]))
+    option = replace(option, gpus_per_rank=gpus, bundles=tuple(found["counts"]), program=program)
     kind, usual, visible = ("cuda:0", "nccl", None) if gpus else ("cpu", "gloo", "")
     chosen = usual if backend == "auto" else backend
     layout = replace(layout, devices=(kind,) * layout.num_ranks, backend=chosen, visible=visible)
     return option, layout, str(found["ip"])
 
 
-def ask_ray(command: str, **request: object) -> dict[str, Any]:
-    """Run a command of `axon_nb.host.ray` and return its answer.
+class RayProgram:
+    """The process in which Ray is used, for one start, repair or check."""
+
+    def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        self._unread = b""
+        self._option = RayOption()
+        self._hosts: tuple[str, ...] = ()
+        self._placed: dict[str, Any] | None = None
+        pipe = subprocess.PIPE
+        # Not in the kernel's process group, which Jupyter's stop button signals.
+        self.process = subprocess.Popen(_PROGRAM, stdin=pipe, stdout=pipe, stderr=self._errors, start_new_session=True)
+
+    def ask(self, command: str, **request: object) -> dict[str, Any]:
+        """Have it run a function of `axon_nb.host.ray`, and return what that returns.
+
+        Raises:
+            StartError: it failed; the message says why.
+        """
+        try:
+            self._send(command, **request)
+            answer = self._answer(_LOOK_TIMEOUT_S)
+            if answer is None:
+                raise StartError(f"Ray did not respond within {_LOOK_TIMEOUT_S:.0f} s: see `ray status`.")
+        except BaseException:
+            self.process.terminate()
+            self.leave()
+            raise
+        return answer
+
+    def _send(self, command: str, **request: object) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # if it has exited, what it wrote says why
+            self.process.stdin.write(json.dumps({"command": command, **request}).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def _answer(self, timeout_s: float) -> dict[str, Any] | None:
+        assert self.process.stdout is not None
+        end = time.monotonic() + timeout_s
+        while b"\n" not in self._unread:
+            if not select.select([self.process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+                return None
+            if not (data := os.read(self.process.stdout.fileno(), 1 << 16)):
+                self._errors.seek(0)
+                lines = self._errors.read().decode(errors="replace").strip().splitlines() or ["no output"]
+                raise StartError(f"The process that uses Ray has exited: {lines[-1]}")
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        if "refused" in answer:
+            raise StartError(answer["refused"])
+        return answer
+
+    def place(
+        self, option: RayOption, hosts: tuple[str, ...], cluster: str, address: str, *, key: bytes, timeout_s: float
+    ) -> None:
+        """Begin to place hosts in Ray, whose agents then join; `placed` says where.
+
+        Args:
+            option: What Ray has room for.
+            hosts: Those that get an agent.
+            cluster: A name for the cluster that no other one has.
+            address: Where agents join, ``ip:port``.
+            key: The cluster's key.
+            timeout_s: How long Ray may take for its part.
+        """
+        self._option, self._hosts = option, hosts
+        bundle = [{"CPU": count, **({"GPU": count} if option.gpus_per_rank else {})} for count in option.bundles]
+        self._send(
+            "place",
+            address=option.address,
+            name=f"axon_nb-{cluster}",
+            title=f"axon_nb of {getpass.getuser()}, {cluster}",
+            bundles=bundle,
+            strategy=option.placement.upper(),
+            hosts={host: int(host.removeprefix(_PREFIX)) for host in hosts},
+            join=address,
+            key=key.decode(),
+            timeout_s=timeout_s,
+        )
+
+    def raise_if_failed(self, timeout_s: float = 0.0) -> None:
+        """Raise if a host cannot be placed, or not join.
+
+        Raises:
+            StartError: why, and what to do.
+        """
+        try:
+            self._placed = self._placed or self._answer(timeout_s)
+        except StartError as error:
+            names = ", ".join(self._hosts)
+            who = f"One of the hosts {names}" if len(self._hosts) > 1 else f"The host {names!r}"
+            fix = f": {_INSTALL}." if "No module named" in str(error) and "axon_nb" in str(error) else ""
+            raise StartError(f"{who} cannot join: {error}{fix}") from None
+
+    def placed(self, timeout_s: float) -> list[str]:
+        """Say where Ray has placed the hosts, and which of them have other versions than this one.
+
+        Raises:
+            StartError: it has not, or not within `timeout_s` seconds.
+        """
+        from importlib import metadata
+
+        self.raise_if_failed(timeout_s)
+        if self._placed is None:
+            raise StartError(f"Ray did not say within {timeout_s:.0f} s where it has placed the hosts.")
+        own = {"python": ".".join(map(str, sys.version_info[:3])), "torch": metadata.version("torch")}
+        lines = []
+        for host, facts in self._placed.items():
+            count = self._option.bundles[int(host.removeprefix(_PREFIX))]
+            lines.append(f"Ray placed {host} ({count} rank{'s' * (count != 1)}) on {facts['node']} ({facts['ip']}).")
+            lines += [
+                f"{host} has {package} {facts[package] or 'not installed'}, the notebook {version}: what is pushed or "
+                "pulled may not load there. Use the same version."
+                for package, version in own.items()
+                if facts[package] != version
+            ]
+        return lines
+
+    def leave(self) -> None:
+        """Have it end when it is done; a thread reaps it, so that a long-lived kernel keeps no zombie."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        threading.Thread(target=self.process.wait, name="axon_nb-host-reaper", daemon=True).start()
+
+
+def check_ray(address: str) -> dict[str, Any]:
+    """Return what there is in Ray, and for each node its versions and whether it reaches this host.
 
     Raises:
-        StartError: it failed; the message says why.
+        StartError: Ray cannot be reached; the message says why.
     """
-    try:
-        done = subprocess.run(
-            [*_PROGRAM, command, json.dumps(request)],
-            capture_output=True,
-            text=True,
-            timeout=_LOOK_TIMEOUT_S,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired:
-        raise StartError(f"Ray did not respond within {_LOOK_TIMEOUT_S:.0f} s: see `ray status`.") from None
-    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["no output"]
-    if done.returncode:
-        raise StartError(lines[-1].removeprefix("axon-nb: "))
-    return dict(json.loads(lines[-1]))
-
-
-def place_command(option: RayOption, hosts: Sequence[str], cluster: str, address: str, timeout_s: float) -> list[str]:
-    """Return the command line that places hosts in Ray and has their agents join.
-
-    Args:
-        option: What Ray has room for.
-        hosts: Those that get an agent.
-        cluster: A name for the cluster that no other one has.
-        address: Where agents join, ``ip:port``.
-        timeout_s: How long Ray may take for its part.
-    """
-    bundle = [{"CPU": count, **({"GPU": count} if option.gpus_per_rank else {})} for count in option.bundles]
-    request = {
-        "address": option.address,
-        "name": f"axon_nb-{cluster}",
-        "title": f"axon_nb of {getpass.getuser()}, {cluster}",
-        "bundles": bundle,
-        "strategy": option.placement.upper(),
-        "hosts": {host: int(host.removeprefix(_PREFIX)) for host in hosts},
-        "join": address,
-        "timeout_s": timeout_s,
-    }
-    return [*_PROGRAM, "place", json.dumps(request)]
-
-
-def describe_placed(output: str, option: RayOption) -> list[str]:
-    """Say where Ray has placed the hosts, and which of them have other versions than this one.
-
-    Args:
-        output: What the program of `place_command` printed.
-        option: What Ray had room for.
-    """
-    from importlib import metadata
-
-    placed: Mapping[str, Mapping[str, str]] = json.loads(output.strip().splitlines()[-1])
-    own = {"python": ".".join(map(str, sys.version_info[:3])), "torch": metadata.version("torch")}
-    lines = []
-    for host, facts in placed.items():
-        count = option.bundles[int(host.removeprefix(_PREFIX))]
-        lines.append(f"Ray placed {host} ({count} rank{'s' * (count != 1)}) on {facts['node']} ({facts['ip']}).")
-        lines += [
-            f"{host} has {package} {facts[package] or 'not installed'}, the notebook {version}: what is pushed or "
-            "pulled may not load there. Use the same version."
-            for package, version in own.items()
-            if facts[package] != version
-        ]
-    return lines
+    program = RayProgram()
+    found = program.ask("check", address=address)
+    program.leave()
+    return found
 
 
 def raise_if_unreserved(text: str, num_ranks: int) -> None:

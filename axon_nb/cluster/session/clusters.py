@@ -144,7 +144,7 @@ def start(
         connection = session.prewarm.take(chosen_settings.start_timeout)
     else:
         session.prewarm.discard()
-        connection = open_new(ip=ip or LOOPBACK)
+        connection = open_new(ip=ip or LOOPBACK, ranks_here=others is None or others.counts[0] > 0)
         if note := compatibility.unencrypted():
             print(note, file=sys.stderr)
         print(f"The controller, the rendezvous store and Gloo listen on {ip} for ranks on other hosts.")
