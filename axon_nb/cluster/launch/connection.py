@@ -97,6 +97,7 @@ def open_new(*, ip: str | None = None, ranks_here: bool = True) -> Connection:
 
     Args:
         ip: Address on which the controller listens; None: on Unix sockets in the cluster's private folder.
+        ranks_here: Whether the agent is to fork ranks; if not, it imports torch once it has to.
 
     Raises:
         StartError: one of them failed to start.
@@ -110,7 +111,6 @@ def open_new(*, ip: str | None = None, ranks_here: bool = True) -> Connection:
 
 
 def _open_new(ip: str | None, *, ranks_here: bool) -> Connection:
-        ranks_here: Whether the agent is to fork ranks; if not, it imports torch once it has to.
     run_dir = RunDir.create()
     try:
         controller = controller_command(run_dir, ip=ip)
