@@ -91,6 +91,11 @@ def prepare() -> None:
     hooks.hold_modules()
 
 
+def before_forks() -> None:
+    """Do the same each time before ranks are forked: modules may have come since."""
+    hooks.note_modules()
+
+
 def run_engine(argv: list[str]) -> None:
     """Run an ipyparallel engine in this process until it exits; the entry point of a forked rank."""
     from ipyparallel.engine.app import IPEngine
@@ -127,7 +132,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     kernel = _shell().kernel
     if sys.modules.get("debugpy", kernel) is None:
         del sys.modules["debugpy"]  # cells may import it
-    hooks.show_modules()
+    hooks.show_modules(kernel.shell)
     _raise_file_limit()
     set_environment(config)
     if config.backend == "nccl":

@@ -159,6 +159,8 @@ class ForkQueue:
         idle = not self._preload.step(busy=busy or bool(self._waiting))
         if self._preload.ready and self._waiting:
             waiting, self._waiting = self._waiting, []
+            if (bootstrap := sys.modules.get(_REQUIRED[-1])) is not None:  # absent if its import failed
+                bootstrap.before_forks()
             gc.freeze()
             for command, reply in waiting:
                 reply(self._fork(command))

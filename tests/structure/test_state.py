@@ -22,6 +22,7 @@ ALLOWED = {
     "axon_nb.compat.hints:_shown": "slot: what this process has said in which cell",
     "axon_nb.compat.sharded_tensors:_casts": "slot: how many casts this process has looked at",
     "axon_nb.compat.sharded_tensors:shard_draw": "slot: the last draw of this process into a shard",
+    "axon_nb.engine.kernel.hooks:_names": "cache: the modules that there are when ranks are forked",
     "axon_nb.cluster.rpc:_serializers_lock": "lock: ipyparallel's table, which the process has once",
     "axon_nb.cluster.session.current:_session": "slot: the session of this notebook",
     "axon_nb.comm.calls:_open": "slot: the blocks of this process that count calls",

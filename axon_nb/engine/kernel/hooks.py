@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import json
 import signal
 import socket
@@ -25,6 +26,7 @@ from typing import Any, ClassVar
 
 import zmq
 from ipykernel import ipkernel
+from IPython.core import shellapp
 from jupyter_client.jsonutil import json_default
 from zmq.eventloop.zmqstream import ZMQStream
 
@@ -75,6 +77,9 @@ def install(kernel: Any, track_task: Callable[[Any], contextlib.AbstractContextM
     _hold_json(kernel.session)
 
 
+_names: set[str] = set()
+
+
 class _WithoutModules:
     """Python's `sys`, as if nothing was imported."""
 
@@ -84,15 +89,28 @@ class _WithoutModules:
         return getattr(sys, name)
 
 
+def note_modules() -> None:
+    """Note which modules there are, in the process from which ranks are forked, for `show_modules`."""
+    _names.clear()
+    _names.update(sys.modules)
+
+
 def hide_modules() -> None:
-    """Have the kernel that starts note no files of modules; to look at all takes each rank 8 MiB that ranks share."""
+    """Have the kernel that starts note no modules; to look at all takes each rank 10 MiB that ranks share."""
     if not missing_hooks("kernel.modules"):
-        vars(ipkernel).update(sys=_WithoutModules())
+        for module in (ipkernel, shellapp):
+            vars(module).update(sys=_WithoutModules())
 
 
-def show_modules() -> None:
-    """End `hide_modules`."""
-    vars(ipkernel).update(sys=sys)
+def show_modules(shell: Any) -> None:
+    """End `hide_modules`, and tell the shell which modules were not imported by cells, for ``%reset aggressive``."""
+    if vars(ipkernel)["sys"] is sys:
+        return
+    for module in (ipkernel, shellapp):
+        vars(module).update(sys=sys)
+    # Without a look at those of the process that forked this one.
+    _names.update(itertools.islice(reversed(sys.modules), max(0, len(sys.modules) - len(_names))))
+    shell._sys_modules_keys = _names
 
 
 def hold_modules() -> None:

@@ -156,3 +156,16 @@ def test_fatal_signal_of_a_rank_is_reported(fresh_cluster: Callable[[int], Kerne
     kernel.ok("%%rank 0\nimport signal\n_ = signal.setitimer(signal.ITIMER_REAL, 0.3)")
     reply = kernel.run("%%distributed\nimport time; time.sleep(60)")
     assert "killed by SIGALRM" in reply.traceback
+
+
+def test_aggressive_reset_forgets_what_cells_imported() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb")
+        kernel.ok("%distributed start -n 2")
+        kernel.ok("%%distributed\nimport imaplib")
+        kernel.ok("%%distributed\n%reset --aggressive -f")
+        reply = kernel.ok(
+            "%%distributed\nimport sys\nt = torch.ones(1)\ndist.all_reduce(t)\n'imaplib' in sys.modules, t.item()"
+        )
+        assert "[ranks 0-1] (False, 2.0)" in reply.lines()
+        kernel.run("%distributed stop")
