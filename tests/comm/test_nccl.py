@@ -1,4 +1,4 @@
-"""NCCL without a GPU: what is missing is reported, and stand-ins try messages and clocks. With a GPU: tests/gpu."""
+"""NCCL without a GPU: what is missing is reported; replacements try its messages and clocks. With a GPU: tests/gpu."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from axon_nb.comm import CommError, DeadlockError, World
 from axon_nb.comm.world import torchrun_environment
+from tests.support.processes import free_port
 
 pytestmark = pytest.mark.timeout(900)
 LIMIT_S = 400
@@ -75,15 +76,6 @@ def test_world_destroyed_by_torch_exits_cleanly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run([*command, str(tmp_path / "destroys.py")], capture_output=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def free_port() -> int:
-    """Return an unused port below 32768: Linux never assigns those automatically."""
-    for port in range(20_000 + os.getpid() % 10_000, 32_000):
-        with socket.socket() as found:
-            if found.connect_ex(("127.0.0.1", port)):
-                return port
-    raise OSError("no port is free")
 
 
 @pytest.mark.skipif(shutil.which("mpiexec") is None, reason="needs mpiexec, such as Open MPI's")

@@ -14,6 +14,7 @@ import torch
 
 from axon_nb.engine.groups import creation
 from axon_nb.engine.groups.abort import AbortedError, AbortFlag
+from tests.support.ranks import run_code
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -168,7 +169,7 @@ def test_wrappers_are_registered_on_creation(tmp_path: Path) -> None:
 
 def test_reading_gradients_during_backward_is_safe() -> None:
     """Read without care, `.grad` ends this process within a second or two (torch 2.13)."""
-    done = subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, timeout=150, check=False)
+    done = run_code(TRAIN)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[16]\n"
 
@@ -214,7 +215,7 @@ print(heard, len(landed))
 
 
 def test_interrupt_during_inspection_is_not_lost() -> None:
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=100, check=False)
+    done = run_code(INTERRUPTED)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "30 30\n", done.stderr
     assert "ignored" not in done.stderr

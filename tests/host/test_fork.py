@@ -22,8 +22,8 @@ from axon_nb.host.children import LastOutput
 from axon_nb.host.client import AgentClient
 from axon_nb.records.protocol.agent import AgentEvent, GetInfo, Signal
 from tests.host.conftest import MakeAgent
-from tests.support.agents import ENTRY, ROOT, RawPeer, Served, dead, fork_request
-from tests.support.processes import until
+from tests.support.agents import ENTRY, ROOT, RawPeer, Served, fork_request
+from tests.support.processes import ended, until
 
 CONTROLLER = [sys.executable, "-c", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"]
 
@@ -31,7 +31,7 @@ CONTROLLER = [sys.executable, "-c", "import signal; signal.signal(signal.SIGTERM
 def published(path: Path, served: Served, pid: int) -> Any:
     """Wait for what a forked rank wrote."""
     rank = psutil.Process(pid)
-    assert until(lambda: path.exists() or dead(rank), timeout=90), "the rank did not start"
+    assert until(lambda: path.exists() or ended(rank), timeout=90), "the rank did not start"
     assert path.exists(), "\n".join(log.read_text() for log in (served.run_dir.path / "log").glob("rank*.log"))
     return json.loads(path.read_text())
 
@@ -155,7 +155,7 @@ def test_children_of_a_rank_end_with_it(forking_agent: Served, tmp_path: Path) -
     child = psutil.Process(published(tmp_path / "child.json", forking_agent, pid))
     forking_agent.client.call(Signal(rank, int(signal.SIGKILL)))
     forking_agent.event(event="exit", rank=rank)
-    assert until(lambda: dead(child))
+    assert until(lambda: ended(child))
 
 
 @pytest.mark.parametrize("missing", ["rank", "env", "cwd", "path", "argv", "umask", "log"])
@@ -193,7 +193,7 @@ def test_stop_kills_ranks_that_ignore_sigterm(make_agent: MakeAgent, tmp_path: P
     assert published(tmp_path / "wait.json", served, waiting) == waiting
     assert published(tmp_path / "stubborn.json", served, stubborn) == stubborn
     assert served.client.stop(60.0)
-    assert all(map(dead, ranks))
+    assert all(map(ended, ranks))
     assert until(served.gone)
 
 
@@ -203,7 +203,7 @@ def test_ranks_die_with_a_killed_agent(make_agent: MakeAgent, tmp_path: Path) ->
     for rank, word in zip(ranks, ("wait", "stubborn"), strict=True):
         assert published(tmp_path / word, served, rank.pid) == rank.pid
     served.process.kill()
-    assert until(lambda: all(map(dead, ranks)))
+    assert until(lambda: all(map(ended, ranks)))
     assert served.client.closed.wait(60)
     assert served.event(event="closed")
 
@@ -249,7 +249,7 @@ def test_suspended_agent_is_continued_and_stops(make_agent: MakeAgent) -> None:
     assert not served.client.responds(0.2)
     assert served.client.stop(60.0)
     assert until(served.gone)
-    assert until(lambda: dead(controller))
+    assert until(lambda: ended(controller))
 
 
 def test_agent_that_stays_suspended_is_killed_with_its_children(make_agent: MakeAgent) -> None:
@@ -268,7 +268,7 @@ def test_agent_that_stays_suspended_is_killed_with_its_children(make_agent: Make
     try:
         assert served.client.stop(1.0)
         assert until(served.gone)
-        assert until(lambda: dead(controller))
+        assert until(lambda: ended(controller))
     finally:
         over.set()
         thread.join()

@@ -18,9 +18,9 @@ from axon_nb.host import resources
 from axon_nb.host.resources import Gpu, GpuLocks, gpu_owners, list_gpus, mig_instances, unlisted_gpus, visible_gpus
 from axon_nb.records.protocol.agent import GetInfo, ReadGpus, ReserveGpus
 from axon_nb.records.telemetry import ClusterInfo, GpuReport
-from tests.support.agents import Served, dead, serve
+from tests.support.agents import Served, serve
 from tests.support.nvidia_smi import A100X4, MIG, MIG_R450, MIXED, Driver, build_library, needs_nvml
-from tests.support.processes import until
+from tests.support.processes import ended, until
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
@@ -269,7 +269,7 @@ def test_killed_cluster_gives_its_gpus_up(driver: Driver, reserve: Reserve) -> N
     agent, _ = reserve("first", plan_layout(None))
     assert plan_layout(None).devices[0] == "cpu"
     agent.process.kill()
-    assert until(lambda: dead(agent.process))
+    assert until(lambda: ended(agent.process))
     assert plan_layout(None).visible == "0,2,3"
 
 

@@ -20,8 +20,8 @@ from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.protocol.agent import GetInfo, ReportActivity, SetInfo
 from tests.host.conftest import MakeAgent
-from tests.support.agents import ROOT, RawPeer, Served, dead, facts
-from tests.support.processes import until
+from tests.support.agents import ROOT, RawPeer, Served, facts
+from tests.support.processes import ended, until
 
 STARTER = (
     "import sys, time\nfrom axon_nb.host.client import spawn_agent\nfrom axon_nb.host.run_dir import RunDir\n"
@@ -41,7 +41,7 @@ def start_and_leave(then: str = "", controller: list[str] | None = None) -> tupl
     return RunDir(Path(path)), int(pid)
 
 
-def ended(run_dir: RunDir, pid: int) -> bool:
+def vanishes(run_dir: RunDir, pid: int) -> bool:
     """Whether process and folder go; they may be gone already."""
     return until(lambda: not run_dir.path.exists() and not _runs(run_dir, pid), timeout=90)
 
@@ -67,11 +67,11 @@ def stays(served: Served, seconds: float) -> bool:
 
 
 def test_agent_stops_if_its_starter_exits_unconnected() -> None:
-    assert ended(*start_and_leave())
+    assert vanishes(*start_and_leave())
 
 
 def test_agent_stops_if_its_starter_is_killed() -> None:
-    assert ended(*start_and_leave("import os; os.kill(os.getpid(), 9)"))
+    assert vanishes(*start_and_leave("import os; os.kill(os.getpid(), 9)"))
 
 
 def test_observer_does_not_keep_the_agent_alive() -> None:
@@ -80,7 +80,7 @@ def test_observer_does_not_keep_the_agent_alive() -> None:
         observer = AgentClient(run_dir, owner="")
     except (StartError, ClusterLostError):  # it was quicker
         observer = None
-    assert ended(run_dir, pid)
+    assert vanishes(run_dir, pid)
     if observer is not None:
         assert observer.closed.wait(60)
         observer.close()
@@ -191,7 +191,7 @@ def test_controller_ends_when_the_agent_stops(make_agent: MakeAgent) -> None:
     served = make_agent(controller=CONTROLLER)
     controller = psutil.Process(served.client.call(GetInfo()).controller)
     served.client.stop(60.0)
-    assert until(lambda: dead(controller))
+    assert until(lambda: ended(controller))
 
 
 def test_controller_ends_when_the_agent_is_killed(make_agent: MakeAgent) -> None:
@@ -199,7 +199,7 @@ def test_controller_ends_when_the_agent_is_killed(make_agent: MakeAgent) -> None
     controller = psutil.Process(served.client.call(GetInfo()).controller)
     assert until(lambda: "signal.pause" in " ".join(controller.cmdline()))
     served.process.kill()
-    assert until(lambda: dead(controller))
+    assert until(lambda: ended(controller))
 
 
 def test_cluster_stops_when_its_controller_dies(make_agent: MakeAgent) -> None:
@@ -221,7 +221,7 @@ def test_controller_exit_before_connect_is_reported(run_dir: RunDir) -> None:
     with pytest.raises(StartError) as caught:
         AgentClient(run_dir, owner="the tests", agent_pid=pid)
     assert str(caught.value) == EXIT_REASON
-    assert ended(run_dir, pid)
+    assert vanishes(run_dir, pid)
 
 
 def test_controller_exit_during_connect_is_reported(make_agent: MakeAgent, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_controller_exit_on_stop_is_not_reported(make_agent: MakeAgent) -> None:
 
 
 def test_unconnected_agent_with_broken_controller_stops() -> None:
-    assert ended(*start_and_leave(controller=[sys.executable, "-c", BROKEN]))
+    assert vanishes(*start_and_leave(controller=[sys.executable, "-c", BROKEN]))
 
 
 def test_failed_agent_start_reports_cause(run_dir: RunDir) -> None:

@@ -22,8 +22,8 @@ from axon_nb.host.run_dir import RunDir, base_dir, list_run_dirs
 from axon_nb.host.store import MAX_MESSAGE, encode
 from axon_nb.records.protocol.agent import GetInfo, SetInfo, Signal
 from tests.host.conftest import MakeAgent
-from tests.support.agents import ROOT, RawPeer, Served, dead, facts
-from tests.support.processes import modes, until
+from tests.support.agents import ROOT, RawPeer, Served, facts
+from tests.support.processes import ended, modes, until
 
 OWN = f"axon_nb-{os.getuid()}"
 OTHER_UID = 20_000 + os.getpid() % 40_000
@@ -183,7 +183,7 @@ def test_new_run_dir_is_owner_only(root: Path) -> None:
 def test_only_folders_of_dead_agents_are_removed(root: Path, make_agent: MakeAgent) -> None:
     served, doomed = make_agent(), make_agent()
     doomed.process.kill()
-    assert until(lambda: dead(doomed.process))
+    assert until(lambda: ended(doomed.process))
     assert doomed.run_dir.agent_socket.exists()
     assert [entry.path for entry in list_run_dirs()] == [served.run_dir.path]
     assert not doomed.run_dir.path.exists()

@@ -60,10 +60,6 @@ def test_package_alone_loads_nothing_heavy() -> None:
     assert not loaded_after("import axon_nb") & heavy
 
 
-def test_notebook_side_does_not_load_torch() -> None:
-    assert "torch" not in loaded_after("import axon_nb, axon_nb.cluster, axon_nb.magics")
-
-
 def test_notebook_side_does_not_load_torch_module_by_module(root: Path) -> None:
     code = "\n".join(modules_below(root, package) for package in ("cluster", "doctor", "magics", "widgets"))
     assert "torch" not in loaded_after(code)

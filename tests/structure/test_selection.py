@@ -135,7 +135,7 @@ def test_every_package_has_a_row_and_every_row_names_tests_that_exist() -> None:
         ([".ci/landed", "tests/durations.json", "tests/promises.toml"], []),
         (
             ["axon_nb/plan/skeleton.py"],
-            ["tests/kernel/views/test_what_if.py", "tests/kernel/views/test_what_if.py", "tests/plan"],
+            ["tests/kernel/views/test_what_if.py", "tests/plan"],
         ),
         (["axon_nb/plan/skeleton.py", "magics/pull.py"], ["tests/front_ends", "tests/kernel", "tests/plan"]),
         (["pyproject.toml", "axon_nb/host/children.py"], ["tests"]),

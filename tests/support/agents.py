@@ -21,19 +21,11 @@ from axon_nb.host.store import encode, receive
 from axon_nb.records.protocol import wire
 from axon_nb.records.protocol.agent import ClusterFacts, Fork
 from axon_nb.records.protocol.wire import decode, own_version
-from tests.support.processes import until
+from tests.support.processes import ended, until
 
 ENTRY = "tests.host.entries:run"
 ROOT = Path(__file__).resolve().parents[2]
 _ranks = itertools.count(1)
-
-
-def dead(process: psutil.Process) -> bool:
-    """Whether a process has exited, reaped or not."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def facts(name: str = "test", *, keep_alive_s: float = 300.0, owner: str = "") -> ClusterFacts:
@@ -68,11 +60,11 @@ class Served:
 
     def gone(self) -> bool:
         """Whether process and folder are gone."""
-        return not self.run_dir.path.exists() and dead(self.process)
+        return not self.run_dir.path.exists() and ended(self.process)
 
     def end(self) -> None:
         """Stop it and check that nothing is left, unless a test killed it."""
-        if not dead(self.process):
+        if not ended(self.process):
             self.client.stop(60.0)
             assert until(self.gone), "the agent is still there"
         self.client.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import socket
 import stat
 import time
 from collections.abc import Callable, Mapping
@@ -93,3 +94,12 @@ def modes(folder: Path) -> dict[str, int]:
 def below(folder: Path, pattern: str) -> list[str]:
     """What is there of this pattern; unlike `Path.glob` it minds no folder that goes while it looks."""
     return glob.glob(str(folder / pattern))
+
+
+def free_port() -> int:
+    """Return an unused port below 32768: Linux never assigns those automatically."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000):
+        with socket.socket() as found:
+            if found.connect_ex(("127.0.0.1", port)):
+                return port
+    raise OSError("no port is free")

@@ -11,6 +11,8 @@ import os
 import pickle
 import secrets
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -62,6 +64,42 @@ def end_idle_worlds() -> None:
             world.end()
 
 
+def forked(function: Callable[..., None], *args: Any, **environ: str) -> ForkServerProcess:
+    """Run a function of a module in a process that is forked with torch, and has this one's environment and more."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    process = context.Process(target=_with_environment, args=({**os.environ, **environ}, function, *args))
+    process.start()
+    return process
+
+
+def run_code(code: str, *arguments: str, limit_s: float = 150.0) -> subprocess.CompletedProcess[str]:
+    """Run a program as `python -c` does, in a process that is forked with torch: to import it takes seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = forked(_execute, code, arguments, folder)
+        process.join(limit_s)
+        process.kill()
+        process.join()
+        out, err = (Path(folder, name).read_text(encoding="utf-8") for name in ("out", "err"))
+    return subprocess.CompletedProcess(["-c", *arguments], process.exitcode or 0, out, err)
+
+
+def _execute(code: str, arguments: tuple[str, ...], folder: str) -> None:
+    for number, name in enumerate(("out", "err"), 1):
+        with Path(folder, name).open("w", encoding="utf-8") as file:
+            os.dup2(file.fileno(), number)
+    sys.argv = ["-c", *arguments]
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+
+
+def _with_environment(environ: dict[str, str], function: Callable[..., None], *args: Any) -> None:
+    os.environ.clear()  # of the fork server, which may have started before a test changed a variable
+    os.environ.update(environ)
+    os.chdir(_ROOT)
+    torch.set_num_threads(1)
+    function(*args)
+
+
 class RankWorld:
     """`run(fn)` like `World.mock(n).run(fn)`, with one process per rank, from the first `run` on."""
 
@@ -74,20 +112,9 @@ class RankWorld:
 
     def _start(self) -> None:
         n, key = self.size, secrets.token_bytes(16)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         with Listener(f"{self._folder.name}/socket", "AF_UNIX", backlog=n, authkey=key) as listener:
-            self._processes = [
-                context.Process(
-                    target=_serve,
-                    args=(rank, n, self._folder.name, self.backend),
-                    kwargs={"key": key, "env": dict(os.environ)},
-                )
-                for rank in range(n)
-            ]
-            for process in self._processes:
-                process.start()
+            self._processes = [forked(_serve, rank, n, self._folder.name, self.backend, key) for rank in range(n)]
             pipes = [listener.accept() for _ in range(n)]
         self._pipes = [pipe for _, pipe in sorted(((pipe.recv(), pipe) for pipe in pipes), key=lambda item: item[0])]
         _running.add(self)
@@ -196,15 +223,11 @@ def _on_device(world: World, device: str, function: Callable[..., Any], args: An
         return tree_map_only(torch.Tensor, torch.Tensor.cpu, function(world, *args, **kwargs))
 
 
-def _serve(rank: int, size: int, folder: str, backend: str, *, key: bytes, env: dict[str, str]) -> None:
-    os.environ.clear()  # of the fork server, which may have started before a test changed a variable
-    os.environ.update(env)
-    os.chdir(_ROOT)
+def _serve(rank: int, size: int, folder: str, backend: str, key: bytes) -> None:
     pipe = Client(f"{folder}/socket", "AF_UNIX", authkey=key)
     pipe.send(rank)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
     faulthandler.register(signal.SIGUSR1)
-    torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     register()
     if backend == "nccl":

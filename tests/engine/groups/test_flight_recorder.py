@@ -1,4 +1,4 @@
-"""NCCL's flight recorder: its dumps are read, and who waits for whom is told from them."""
+"""NCCL's flight recorder: its dumps are read, and show which rank waits for which."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import mmap
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -24,73 +24,50 @@ from axon_nb.engine.groups.recoverable import RecoverableGroup
 from axon_nb.engine.groups.size_check import SizeTable
 from axon_nb.engine.groups.state import GroupsState
 from axon_nb.errors import UsageError
+from tests.support.ranks import forked
 
 COUNT = 20_000
-RANK = """
-import mmap, os, sys, time
-from pathlib import Path
-import torch
-import torch.distributed.distributed_c10d as c10d
-from axon_nb.engine.groups.size_check import SizeTable
-from axon_nb.engine.groups.state import GroupsState
-folder, rank, kind, count = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-state = GroupsState()
-state.begin_run("1")
-table = SizeTable(folder, state, name="0", epoch=1, rank=rank, size=2)
-with (folder / "done").open("r+b") as file:
-    done = memoryview(mmap.mmap(file.fileno(), 24)).cast("q")
-print("here", flush=True)
-sys.stdin.readline()
-tensors, end = [torch.empty(size) for size in range(1, 12)], time.monotonic() + 15
-for number in range(1, count):
-    if rank == 0 and time.monotonic() > end:  # two processes in step are slow where many others run
-        done[2] = done[2] or number + 3
-    if number == done[2]:
-        break
-    while done[1 - rank] < number - 1:  # in step: both come to each operation at about the same time
-        os.sched_yield()
-    brought = [tensors[number % 11]]
-    if kind == "pairs":
-        table.check_point_to_point("send" if rank == 0 else "recv", (brought, 1 - rank, 0), lambda: [0, 1])
-    else:
-        table.check_collective("allreduce", (brought,), number, lambda: [0, 1])
-    done[rank] = number
-"""
-
 SIZE = 3
 LIMIT = timedelta(seconds=60)
 
 LATE_S = 4.0
 
 
+def _check_in_step(folder: Path, rank: int, kind: str) -> None:
+    state = GroupsState()
+    state.begin_run("1")
+    table = SizeTable(folder, state, name="0", epoch=1, rank=rank, size=2)
+    with (folder / "done").open("r+b") as file:
+        done = memoryview(mmap.mmap(file.fileno(), 24)).cast("q")
+    done[rank] = 1
+    tensors, end = [torch.empty(size) for size in range(1, 12)], time.monotonic() + 15
+    for number in range(1, COUNT):
+        if rank == 0 and time.monotonic() > end:  # two processes in step are slow where many others run
+            done[2] = done[2] or number + 3
+        if number == done[2]:
+            break
+        while done[1 - rank] < number:  # in step: both come to each operation at about the same time
+            os.sched_yield()
+        brought = [tensors[number % 11]]
+        if kind == "pairs":
+            table.check_point_to_point("send" if rank == 0 else "recv", (brought, 1 - rank, 0), lambda: [0, 1])
+        else:
+            table.check_collective("allreduce", (brought,), number, lambda: [0, 1])
+        done[rank] = number + 1
+
+
 @pytest.mark.parametrize("kind", ["pairs", "collectives"])
 def test_equal_sizes_pass_in_any_interleaving(tmp_path: Path, kind: str) -> None:
     (tmp_path / "done").write_bytes(bytes(24))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path), str(rank), kind, str(COUNT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = [forked(_check_in_step, tmp_path, rank, kind) for rank in range(2)]
     try:
         for process in ranks:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "here\n"
-        for process in ranks:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        for process in ranks:
-            _, errors = process.communicate(timeout=150)
-            assert process.returncode == 0, errors
+            process.join(150)
+        assert [process.exitcode for process in ranks] == [0, 0]
     finally:
         for process in ranks:
             process.kill()
-            process.wait()
+            process.join()
 
 
 class Interleaved:

@@ -272,15 +272,6 @@ def test_session_is_bit_equal_after_undo(program: list[str], earlier: list[str])
         assert fingerprint(space) == states[number]
 
 
-def test_training_after_undo_equals_an_undisturbed_run() -> None:
-    space = session()
-    history = History(space, Counts(), HostMemory())
-    history.before_cell("run", 1, (0,), ENOUGH)
-    expected = [space["step"]() for _ in range(5)]
-    history.undo("run")
-    assert [space["step"]() for _ in range(5)] == expected
-
-
 def test_closures_classes_and_iterators_are_undone() -> None:
     space: dict[str, Any] = {"__name__": "__main__"}
     source = """

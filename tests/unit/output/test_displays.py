@@ -193,17 +193,6 @@ def test_equal_displays_of_some_ranks_are_merged() -> None:
     assert set(bench.lines()) == {"[ranks 0,2]", "[rank 1]"}
 
 
-def test_updates_reach_the_display_of_their_rank() -> None:
-    bench = Bench([0, 1])
-    for rank in (0, 1):
-        bench.show(rank, {"text/html": "<i>1</i>"}, display_id="plot")
-    bench.show(1, {"text/html": "<i>2</i>"}, "update_display_data", display_id="plot")
-    bench.output.flush(final=True)
-    shown = displays(bench)
-    assert len({display_id for _, display_id, _ in shown}) == 2
-    assert shown[-1] == ({"text/html": "<i>2</i>"}, shown[1][1], True)
-
-
 def test_update_in_a_later_cell_reaches_the_display() -> None:
     first, second = Bench([0]), Bench([0])
     first.show(0, dict(HTML), display_id="plot")
@@ -332,12 +321,6 @@ def test_clear_keeps_only_the_end_of_long_output() -> None:
     assert lines[-1] == "[rank 0] zero"
     assert lines[-2].startswith("[rank 1] line 299 ")
     assert sum(map(len, lines)) < 3 << 20
-
-
-def test_widget_is_shown_as_text() -> None:
-    bench = Bench([0])
-    bench.show(0, {"application/vnd.jupyter.widget-view+json": {"model_id": "x"}, "text/plain": "IntSlider(value=0)"})
-    assert bench.end() == ["[rank 0] IntSlider(value=0) (a widget of a rank: its text)"]
 
 
 def test_clear_removes_the_ranks_bar_and_unfinished_line() -> None:

@@ -208,15 +208,6 @@ def test_hidden_page_gets_no_messages() -> None:
     view.close()
 
 
-def test_button_aborts_the_cell() -> None:
-    clicks: list[str] = []
-    view = WatchView(lambda: clicks.append("stop"))
-    view._handle_custom_msg({"op": "heartbeat"}, [])
-    view._handle_custom_msg({"op": "stop"}, [])
-    assert clicks == ["stop"]
-    view.close()
-
-
 def test_text_matches_the_pictures() -> None:
     store = JobStore()
     reports = [
