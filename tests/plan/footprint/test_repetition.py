@@ -51,9 +51,7 @@ def test_blocks_differing_in_a_plain_attribute_only() -> None:
     mixed = (4, 0, 0, 4, 0, 4, 4, 4, 0, 0, 4)
     found = _both_ways({"groups": partial(Irregular, LOCAL_AND_GLOBAL, {}), "no order": partial(Irregular, mixed, {})})
     _check(found)
-    assert (
-        found["groups"][0].method == "simulated with 4 and 5 of 7 equal groups of 6 blocks, scaled to all"
-    )
+    assert found["groups"][0].method == "simulated with 4 and 5 of 7 equal groups of 6 blocks, scaled to all"
     assert found["no order"][0].method == "simulated"
     assert any("11 blocks of class Layer are not alike" in note for note in found["no order"][0].notes)
 
