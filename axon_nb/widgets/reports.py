@@ -37,6 +37,9 @@ _MARK = f"background:{_ERROR}2E;color:inherit;border-radius:2px"
 _CURVE_WIDTH, _CURVE_HEIGHT = 90, 24
 _MAX_METRICS = 4
 _PHASES = {"before": "the weights before", "forward": "forward", "backward": "backward", "step": "the optimizer step"}
+_TITLES = {"shape": "shape or value"}
+_NARROW = ("bytes", "dtype", "device")
+"""Columns that are not wrapped."""
 _STATES = {"ok": "finished", "timed_out": "timed out"}
 
 
@@ -190,7 +193,8 @@ def _next_steps(failure: Failure, ranks: Sequence[int]) -> str:
 
 def variables_html(frame: pd.DataFrame) -> str:
     """Return what `Cluster.variables` has found as a table, without columns that say nothing."""
-    return _frame_html({name: [_cell(name, value) for value in frame[name]] for name in frame.columns})
+    columns = {name: [_cell(name, value) for value in frame[name]] for name in frame.columns}
+    return _frame_html({_TITLES.get(name, name): texts for name, texts in columns.items()})
 
 
 def difference_html(frame: pd.DataFrame, reference: int) -> str:
@@ -219,8 +223,9 @@ def _shortest(text: str) -> str:
 
 def _frame_html(columns: dict[str, list[str]]) -> str:
     shown = {name: texts for name, texts in columns.items() if any(texts)}
+    styles = [html.CELL if name in _NARROW else html.WRAPPED_CELL for name in list(shown)[1:]]
     rows = (
-        html.table_row(html.row_title(escape(first), html.WRAPPED_CELL), html.data_cells(rest, html.WRAPPED_CELL))
+        html.table_row(html.row_title(escape(first), html.WRAPPED_CELL), *map(html.data_cells, zip(rest), styles))
         for first, *rest in zip(*shown.values(), strict=True)
     )
     return f'<div style="overflow-x:auto">{html.table(list(shown), rows)}</div>'
@@ -230,7 +235,7 @@ def _cell(column: str, value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if column == "bytes":
-        return format_bytes(int(value))
+        return format_bytes(int(value)) if value else ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

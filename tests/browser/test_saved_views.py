@@ -9,7 +9,10 @@ import nbformat
 import pytest
 from nbconvert import HTMLExporter
 
+from axon_nb.cluster.inspection.spans import SpanStore
+from axon_nb.records.spans import Span
 from axon_nb.widgets.html import foldable
+from axon_nb.widgets.timeline.page import timeline_bundle
 from tests.support.browser.lab_server import LIMIT
 from tests.support.records.saved_views import VIEWS
 
@@ -91,3 +94,18 @@ def test_page_with_saved_views_needs_no_network(chromium: Browser, tmp_path: Pat
             cut = "(figure) => figure.scrollWidth - figure.clientWidth"
             assert cells.nth(i).locator("details > figure").evaluate(cut) <= 0, "pictures are cut at 800 px"
     shown.close()
+
+
+def test_saved_views_of_a_cell_of_2000_spans_are_small() -> None:
+    store = SpanStore()
+    kinds = ("forward", "backward", "collective", "optimizer", "other")
+    for rank in range(4):
+        ends = [7 * i * i % 13 * 10**6 + i * 10**8 for i in range(501)]
+        spans = [Span(rank, kinds[i % 5], f"part{i % 9}", ends[i], ends[i + 1]) for i in range(499)]
+        store.add([*spans, Span(rank, "cell", "In [5]", 0, ends[-1])])
+    assert len(store.table()) == 2000
+    notebook = notebook_with_views()
+    picture = foldable(timeline_bundle(store.table(), range(4), title="In [5]")["text/html"])
+    cell = next(cell for cell in notebook.cells if cell.id == "timeline")
+    cell.outputs[1].data["text/html"] = picture
+    assert len(nbformat.writes(notebook)) < 400_000

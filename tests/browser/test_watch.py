@@ -58,6 +58,7 @@ def test_views_stay_as_they_are_when_the_cell_ends(lab: LabServer, page: LabPage
     stop.touch()
     page.wait_done(1)
     page.page.locator(".axon-timeline .axon-view-state", has_text="ended").wait_for()
+    page.wait_until("() => !document.querySelector('.axon-strip-states').textContent.includes('running')")
     assert page.page.evaluate(shown) == zoom, "of the stretch that was looked at"
     after = views.evaluate_all(HEIGHTS)
     assert after[0] == strip

@@ -87,6 +87,7 @@ test("the tooltip tells lines, times and what was merged", () => {
 
 test("everything is on show until somebody zooms", () => {
   assert.deepEqual(strip.visibleRange(null, 1), { from: 0, to: 5 });
+  assert.deepEqual(strip.visibleRange(null, 1, true), { from: 0, to: 1 });
   assert.deepEqual(strip.visibleRange(null, 60), { from: 0, to: 60 });
   assert.deepEqual(strip.visibleRange({ follow: true, span: 10 }, 60), { from: 50, to: 60 });
 });

@@ -99,15 +99,16 @@ class RankStrip(View):
             self.send({"op": "append"}, buffers=[message])
 
     def finish(self) -> None:
-        """End the strip with the cell."""
+        """End the strip with the cell; once more, add what was late, such as the end of the last rank."""
         with self._lock:
-            if self._end is not None:
-                return
             self._drain()
-            self._end = self._seconds(time.monotonic_ns())
-            message = self._changes(self._end, last=True)
-        self.send({"op": "append"}, buffers=[message])
-        if self.in_terminal:
+            is_first = self._end is None
+            if self._end is None:
+                self._end = self._seconds(time.monotonic_ns())
+            message = self._changes(self._end, last=is_first)
+        if message is not None:
+            self.send({"op": "append"}, buffers=[message])
+        if self.in_terminal and is_first:
             print(self.to_bundle()["text/plain"])
 
     def to_bundle(self) -> dict[str, str]:
@@ -271,6 +272,7 @@ class CellViews:
         if self._timeline is None:
             print(self._timeline_bundle()["text/plain"])
             return
+        self._strip.finish()
         self._timeline.finish()
         if self._picture is not None:
             self._picture.update(self._bundle(), raw=True)

@@ -15,8 +15,8 @@ from axon_nb.records.units import format_bytes
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _NUM_TICKS = 5
-_MIN_LABELLED = 0.055
-"""Share of the axis that a segment needs for its label."""
+_LETTER, _GAPS = 0.02, 0.015
+"""Shares of the axis that a segment needs for each letter of its label, and beside it."""
 NEAR = 0.9
 """Share of its capacity from which a rank is flagged."""
 ODD = 0.02
@@ -118,7 +118,9 @@ class Bar(Struct, frozen=True):
 def stacked_bar(by_role: Mapping[str, int], scale: Scale, peak: int | None, capacity: float | None, text: str) -> Bar:
     """Return the bytes of all roles as a bar on an axis; `peak` is in bytes."""
     parts = segments(by_role, scale.end)
-    labels = tuple(scale.number(by_role[role]) if share >= _MIN_LABELLED else "" for role, share in parts)
+    texts = [scale.number(by_role[role]) for role, _ in parts]
+    fits = [share >= _LETTER * len(text) + _GAPS for text, (_, share) in zip(texts, parts, strict=True)]
+    labels = tuple(text if fit else "" for text, fit in zip(texts, fits, strict=True))
     return Bar(parts, None if peak is None else scale.share(peak), capacity, text, labels)
 
 
@@ -367,8 +369,8 @@ def _remark(use: MemoryUse, estimate: MemoryUse | None) -> str:
     more = ((use.peak if has_peaks else known) or 0) - planned
     if abs(more) <= _AS_ESTIMATED * planned:
         return "as estimated"
-    what = "estimated peak" if has_peaks else "estimate"
-    return f"{100 * abs(more) / planned:.0f} % {'above' if more > 0 else 'below'} the {what}"
+    which, what = ("", "the estimated peak") if has_peaks else ("model ", "estimate")
+    return f"{which}{100 * abs(more) / planned:.0f} % {'above' if more > 0 else 'below'} {what}"
 
 
 def describe_fullness(use: MemoryUse) -> str:

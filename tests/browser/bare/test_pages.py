@@ -222,6 +222,28 @@ def test_pictures_of_shards_stand_beside_their_names_on_a_narrow_page(chromium: 
     page.close()
 
 
+@pytest.mark.parametrize(("view", "most"), [("watch", 2), ("memory", 1)])
+def test_update_makes_the_browser_lay_out_the_page_once(
+    chromium: Browser, tmp_path: Path, view: str, most: int
+) -> None:
+    """Each reading of a size between two changes is a layout more, in which no frame is drawn while one scrolls."""
+    page, errors = open_page(chromium, tmp_path, view, SAMPLES[view][1](4), viewport={"width": 1000, "height": 900})
+    page.locator(f".axon-{view} tbody tr").first.wait_for()
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable")
+
+    def layouts() -> int:
+        found = session.send("Performance.getMetrics")["metrics"]
+        return int(next(metric["value"] for metric in found if metric["name"] == "LayoutCount"))
+
+    page.wait_for_timeout(300)
+    before = layouts()
+    page.evaluate("() => { for (let i = 0; i < 50; i++) handlers['change:content'](); }")
+    assert layouts() - before <= 50 * most + 10
+    assert errors == []
+    page.close()
+
+
 COUNT_PATTERNS = """() => {
     window.patterns = 0;
     const make = CanvasRenderingContext2D.prototype.createPattern;

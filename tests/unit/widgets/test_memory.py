@@ -44,7 +44,7 @@ def test_bars_are_to_scale_and_estimates_beside_them() -> None:
     assert sum(part for _, part in row.measured.segments) == pytest.approx(170 / 250)
     assert row.measured.peak == pytest.approx(170 / 250)
     assert row.measured.labels == ("40.0", "40.0", "80.0", "")
-    assert (row.total, row.remark) == ("170 MiB", "33 % below the estimate")
+    assert (row.total, row.remark) == ("170 MiB", "model 33 % below estimate")
     assert row.measured.text == (
         "170 MiB (parameters 40.0 MiB, gradients 40.0 MiB, optimizer 80.0 MiB, other 10.0 MiB), highest seen 170 MiB"
     )

@@ -50,6 +50,7 @@ function buildPage(whatIf) {
 
 /** @param {ReturnType<typeof buildPage>} page @param {Content} data */
 function drawPage(page, data) {
+  const [top, tableTop] = [page.bars.scrollTop, page.table.scrollTop];
   setText(page.context, data.context);
   page.figures.replaceChildren(...(data.figures.length ? [makeFigures(data.figures)] : []));
   const [claim, text] = data.notice ?? ["", ""];
@@ -58,27 +59,17 @@ function drawPage(page, data) {
     ...makeLegend(data.roles),
     element("span", { class: "axon-view-key axon-view-muted" }, data.legend),
   );
-  keepScroll(page.bars, ...data.rows.map(makeRow), makeAxis(data.ticks));
+  page.bars.replaceChildren(...data.rows.map(makeRow), makeAxis(data.ticks));
+  if (top) page.bars.scrollTop = top;
   const columns = [
     { title: data.unit },
     ...data.columns.map((title) => ({ title, isNumber: true, ...(title === "rest" && { hint: data.rest }) })),
   ];
   const rows = data.rows.map(({ rank, cells }) => ({ name: `rank ${rank}`, cells, attributes: { "data-rank": rank } }));
-  keepScroll(page.table, makeTable(columns, rows));
+  page.table.replaceChildren(makeTable(columns, rows));
+  if (tableTop) page.table.scrollTop = tableTop;
   page.notes.replaceChildren(...data.notes.map((note) => element("div", {}, note)));
   page.root.dataset.updates = String(data.updates);
-}
-
-/**
- * Replace the children of an element, and keep its scroll position.
- *
- * @param {HTMLElement} node
- * @param {Node[]} children
- */
-function keepScroll(node, ...children) {
-  const top = node.scrollTop;
-  node.replaceChildren(...children);
-  node.scrollTop = top;
 }
 
 /** @param {Context} context */

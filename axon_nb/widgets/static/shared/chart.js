@@ -100,6 +100,7 @@ export class Chart {
   /** @type {Extent} */
   #extent = { first: 0, last: 1 };
   #cursor = -1;
+  width = 0; // in pixels, as last measured
 
   /** @param {number} height in pixels */
   constructor(height) {
@@ -119,10 +120,15 @@ export class Chart {
     this.svg = svgElement("svg", attributes, this.grid, ...curves, this.words);
   }
 
+  /** Read the width: of all charts before any is drawn, as each reading between two drawings is a layout of the page. */
+  measure() {
+    this.width = this.svg.clientWidth;
+  }
+
   /** @param {Curves} curves */
   draw(curves) {
     this.#curves = curves;
-    const width = this.svg.clientWidth;
+    const { width } = this;
     if (!width) return;
     const { points, smooth, span, isStepped, yTicks, xTicks, earlier } = curves;
     this.#extent = extentOf([points, ...earlier]);

@@ -10,6 +10,8 @@ import { timeAt } from "./time_axis.js";
 /** @import { Theme } from "./theme.js" */
 /** @import { TimeRange } from "./time_axis.js" */
 
+const MIN_REDRAW_MS = 200; // between two drawings that only messages request
+
 /**
  * What all pages' views of one widget share.
  *
@@ -45,6 +47,7 @@ export class TimeView {
   /** @type {Theme | null} */
   #theme = null;
   #pendingFrame = 0;
+  #drawnAt = -Infinity;
   #listeners = new AbortController();
 
   /**
@@ -66,7 +69,7 @@ export class TimeView {
     });
     // Time moves on between messages, too, and a rank that falls silent sends none.
     const timer = setInterval(() => !this.store.finished && this.request(), redrawMs);
-    shared.views.set(root, this.request);
+    shared.views.set(root, this.#onMessage);
     this.request();
     this.close = () => {
       this.#listeners.abort();
@@ -82,6 +85,11 @@ export class TimeView {
     this.#theme ??= readTheme(this.parts.root);
     return this.#theme;
   }
+
+  // Messages may come more often than anybody reads; what they brought is drawn at the latest when time moves on.
+  #onMessage = () => {
+    if (this.store.finished || performance.now() - this.#drawnAt >= MIN_REDRAW_MS) this.request();
+  };
 
   /** Draw in the next frame. */
   request = () => {
@@ -212,6 +220,7 @@ export class TimeView {
 
   #drawIfVisible() {
     this.#pendingFrame = 0;
+    this.#drawnAt = performance.now();
     const width = this.parts.canvas.clientWidth;
     if (!width || document.visibilityState === "hidden") return;
     this.draw(width);

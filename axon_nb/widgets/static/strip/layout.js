@@ -19,10 +19,11 @@ const MIN_SPAN = 0.05; // seconds that keys zoom in to
  *
  * @param {Zoom} zoom
  * @param {number} now
+ * @param {boolean} [finished] whether it ends there
  * @returns {TimeRange}
  */
-export function visibleRange(zoom, now) {
-  if (!zoom) return { from: 0, to: Math.max(now, MIN_AXIS) };
+export function visibleRange(zoom, now, finished = false) {
+  if (!zoom) return { from: 0, to: finished ? Math.max(now, MIN_SPAN) : Math.max(now, MIN_AXIS) };
   return zoom.follow ? { from: Math.max(0, now - zoom.span), to: Math.max(now, zoom.span) } : zoom;
 }
 

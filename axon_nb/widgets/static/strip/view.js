@@ -48,7 +48,7 @@ class StripView extends TimeView {
   }
 
   get range() {
-    return visibleRange(this.#zoom, this.shared.now());
+    return visibleRange(this.#zoom, this.shared.now(), this.store.finished);
   }
 
   /** @param {TimeRange} range */
@@ -87,7 +87,7 @@ class StripView extends TimeView {
   draw(width) {
     const { canvas } = this.parts;
     const now = this.shared.now();
-    const range = visibleRange(this.#zoom, now);
+    const { range } = this;
     const bottom = this.config.ranks.length * this.height + AXIS_HEIGHT;
     const ratio = resizeCanvas(canvas, width, bottom);
     getContext(canvas).clearRect(0, 0, canvas.width, canvas.height);

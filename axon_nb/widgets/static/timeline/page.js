@@ -172,7 +172,8 @@ export function showStatus(parts, { store, range: { from, to }, found, ranks, is
   const live = isLost ? "lost" : isRunning(store) ? "live" : "idle";
   showState(parts.state, store.finished ? "ended" : live);
   const who = `${ranks.length} rank${ranks.length === 1 ? "" : "s"}`;
-  const none = spans && !found ? " · nothing matches here" : "";
+  const missing = parts.filter.value || !isRunning(store) ? "nothing matches here" : "reading …";
+  const none = spans && !found ? ` · ${missing}` : "";
   const cell = store.cell && !isRunning(store) ? `${store.cell} · ` : "";
   setText(parts.elapsed, `${cell}${who} · ${formatDuration(to - from)}${none}`);
   setText(parts.losses, losses(store));

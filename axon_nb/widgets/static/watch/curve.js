@@ -101,7 +101,7 @@ export class CurveChart {
       isStepped: stepped,
       span,
       yTicks: yTicks(span, curve.kind),
-      xTicks: xTicks([first, last], curve.axis, Math.max(2, Math.floor(this.chart.svg.clientWidth / TICK_WIDTH))),
+      xTicks: xTicks([first, last], curve.axis, Math.max(2, Math.floor(this.chart.width / TICK_WIDTH))),
       above: highest > span.high * (1 + 1e-6) ? formatValue(highest, curve.kind) : "",
       token: curve.token,
     });

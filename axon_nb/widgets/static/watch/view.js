@@ -60,6 +60,7 @@ class WatchView {
     model.on("change:content", this.#draw);
     this.#draw();
     const stopObserving = onAppearanceChange(root, () => {
+      this.#measure();
       for (const chart of this.#charts.values()) chart.draw();
     });
     const stopHeartbeats = sendHeartbeats(model, root);
@@ -84,6 +85,7 @@ class WatchView {
 
   #draw = () => {
     const { page } = this;
+    const top = page.ranks.scrollTop;
     /** @type {Content} */
     const data = this.model.get("content");
     setText(page.heading, data.context);
@@ -101,9 +103,8 @@ class WatchView {
       cells,
       attributes: { "data-rank": rank },
     }));
-    const top = page.ranks.scrollTop;
     page.ranks.replaceChildren(makeTable(columns, rows));
-    page.ranks.scrollTop = top;
+    if (top) page.ranks.scrollTop = top;
     page.notes.replaceChildren(...data.notes.map((note) => element("div", {}, note)));
     page.root.dataset.updates = String(data.updates);
   };
@@ -125,9 +126,14 @@ class WatchView {
         this.#charts.set(curve.name, chart);
         // Move it only if necessary: a node that is moved loses the focus.
         if (group.children[i] !== chart.root) group.insertBefore(chart.root, group.children[i] ?? null);
-        chart.update(curve, this.#look);
       });
     }
+    this.#measure();
+    for (const curve of curves) this.#charts.get(curve.name)?.update(curve, this.#look);
+  }
+
+  #measure() {
+    for (const { chart } of this.#charts.values()) chart.measure();
   }
 
   /**
