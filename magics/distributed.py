@@ -301,6 +301,7 @@ def _start_parser() -> LineParser:
     parser.add_argument("--hosts", default=None, help="other hosts with ranks: ssh:a,b, slurm, mpi:a,b, join or ray")
     parser.add_argument("--gpus-per-rank", type=integer, default=None, help="GPUs that Ray reserves for a rank: 0 or 1")
     parser.add_argument("--placement", default=None, help="how Ray places ranks on its nodes: pack or spread")
+    parser.add_argument("--sync", default=None, metavar="FOLDER", help="folder whose modules other hosts get")
     parser.add_argument(
         "--protect", nargs="?", const="on", metavar="K", help="keep every step, or every K-th, for dead ranks"
     )

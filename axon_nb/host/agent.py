@@ -109,6 +109,13 @@ class Agent:
             messages.ServeHosts: lambda _, one: self.hosts.listen(one.ip, bytes.fromhex(one.key)),
             messages.Stop: lambda *_: self._stop_on_request(),
         }
+        if (member := self._member) is not None:
+            self._commands[messages.CompareFiles] = lambda _, one: messages.MissingFiles(
+                member.copy.compare(one.folder, one.path, one.files)
+            )
+            self._commands[messages.WriteFile] = lambda _, one: member.copy.write(
+                one.name, one.content, offset=one.offset, time_ns=one.time_ns, is_last=one.is_last
+            )
 
     def run(self) -> None:
         """Serve until stopped; leave no child process and no file behind."""
@@ -247,6 +254,9 @@ class Agent:
                 command = decode(kind, message)
                 if isinstance(command, messages.Fork | messages.Signal):
                     self._command_rank(command, lambda fields: peer.send_message({"id": number, **fields}))
+                    return
+                if isinstance(command, messages.CompareFiles | messages.WriteFile) and command.host:
+                    self.hosts.pass_on(command, lambda fields: peer.send_message({"id": number, **fields}))
                     return
                 outcome = self._commands[kind](peer, command)
                 reply = {} if outcome is None else encode(outcome)

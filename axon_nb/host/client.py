@@ -160,9 +160,17 @@ class AgentClient:
             ClusterLostError: the agent is gone or does not reply.
             StartError: the agent rejects the command; the message says why.
         """
-        kind = type(command)
+        return self.result(type(command), self.send(command))
+
+    def result(self, kind: type[Command[R]], future: Future[dict[str, Any]]) -> R:
+        """Wait for the reply to a command of `kind`, as `call` does.
+
+        Args:
+            kind: Of the command.
+            future: What `send` returned.
+        """
         try:
-            reply = self.send(command).result(_REPLY_TIMEOUT_S)
+            reply = future.result(_REPLY_TIMEOUT_S)
         except TimeoutError:
             raise ClusterLostError(
                 f"The host agent of {self.name!r} did not reply to {command_name(kind)!r} within "

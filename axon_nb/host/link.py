@@ -37,7 +37,7 @@ from axon_nb.host.connections import (
     resend_soon,
 )
 from axon_nb.host.resources import usable_cores
-from axon_nb.host.run_dir import RunDir
+from axon_nb.host.run_dir import FolderCopy, RunDir
 from axon_nb.host.store import encode as encode_parts
 from axon_nb.host.store import receive
 from axon_nb.records.environment import HOST_NAME
@@ -45,6 +45,7 @@ from axon_nb.records.protocol.agent import (
     AgentEvent,
     AgentState,
     Command,
+    CompareFiles,
     Exit,
     Fork,
     GetInfo,
@@ -54,6 +55,7 @@ from axon_nb.records.protocol.agent import (
     Stop,
     StorePort,
     Welcome,
+    WriteFile,
     command_message,
     decode_outcome,
     refusal,
@@ -272,10 +274,7 @@ class Hosts:
         Raises:
             StartError: it is not connected.
         """
-        link = self._by_name.get(command.host)
-        if link is None:
-            known = ", ".join(sorted(self._by_name)) or "none"
-            raise StartError(f"The host {command.host!r} is not connected; connected: {known}.")
+        link = self._link(command.host)
 
         def on_reply(fields: Mapping[str, Any]) -> None:
             if "pid" in fields:
@@ -283,6 +282,20 @@ class Hosts:
             reply(fields)
 
         link.command(msgspec.structs.replace(command, host=""), on_reply)
+
+    def pass_on(self, command: CompareFiles | WriteFile, reply: Reply) -> None:
+        """Have the agent of `command.host` perform it; `reply` gets the fields of the answer.
+
+        Raises:
+            StartError: it is not connected.
+        """
+        self._link(command.host).command(msgspec.structs.replace(command, host=""), reply)
+
+    def _link(self, host: str) -> HostConnection:
+        if (link := self._by_name.get(host)) is None:
+            known = ", ".join(sorted(self._by_name)) or "none"
+            raise StartError(f"The host {host!r} is not connected; connected: {known}.")
+        return link
 
     def signal(self, command: Signal, reply: Reply) -> bool:
         """Send a signal to a rank; return whether it is on one of these hosts."""
@@ -377,6 +390,8 @@ class Member:
         self._cluster_key = cluster_key
         self._run_dir = run_dir
         self._is_only = is_only
+        self.copy = FolderCopy(run_dir.path / "sync")
+        """What `--sync` brings."""
         self._joined: Link | None = None
         self._connection: MemberConnection | None = None
         self._retry_at: float | None = None
@@ -501,11 +516,11 @@ class Member:
 
     def localized(self, command: Fork) -> Fork:
         """Return the command with what only this host knows: its environment, folders and modules."""
-        folder = command.cwd if Path(command.cwd).is_dir() else str(Path.home())
+        folder = str(self.copy.of(command.cwd) or (command.cwd if Path(command.cwd).is_dir() else Path.home()))
         return msgspec.structs.replace(
             command,
             env={**os.environ, **self._run_dir.ipython_env(), **command.env, HOST_NAME.name: self.name},
             cwd=folder,
-            path=command.path or ("", *sys.path),
+            path=command.path or ("", *self.copy.import_path, *sys.path),
             argv=tuple(f"--work-dir={folder}" if one.startswith("--work-dir=") else one for one in command.argv),
         )

@@ -1,4 +1,4 @@
-"""The private folder of each cluster, with its sockets, keys and logs."""
+"""The private folder of each cluster, with its sockets, keys and logs, and a host's copy of the notebook's modules."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import stat
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from axon_nb.records.environment import IPYTHON_DIR, RUNTIME_DIR, USER_RUNTIME_D
 # sockaddr_un.sun_path has 108 bytes including the terminating zero on Linux, 104 elsewhere.
 _MAX_SOCKET_PATH = 107 if sys.platform.startswith("linux") else 103
 _CREATION_GRACE_S = 5.0
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_DRAFT = ".axon_nb-draft"
 
 
 def base_dir() -> Path:
@@ -223,6 +226,108 @@ class RunDir:
     def remove(self) -> None:
         """Delete the folder and its contents."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+class FolderCopy:
+    """A copy of the folder that `--sync` names, in the folder of a joined host's agent; writes nothing outside of it.
+
+    Args:
+        path: Where it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._names: set[str] = set()
+        self._original: Path | None = None
+        self._import_path: tuple[str, ...] = ()
+
+    def compare(
+        self, original: str, import_path: tuple[str, ...], files: Mapping[str, tuple[int, int]]
+    ) -> tuple[str, ...]:
+        """Delete what was written and is not in `files`, and return the names of those that are missing here.
+
+        Args:
+            original: The folder on the notebook's host.
+            import_path: Where in it modules are.
+            files: By name, time of change in nanoseconds, and size.
+
+        Raises:
+            StartError: a name leads out of the folder.
+        """
+        self._original, self._import_path = Path(original), import_path
+        self._path.mkdir(mode=0o700, exist_ok=True)
+        for name in self._names - files.keys():
+            with contextlib.suppress(OSError), self._open_parent(name) as (folder, last):
+                os.unlink(last, dir_fd=folder)
+                for parent in list(Path(name).parents)[:-1]:
+                    os.rmdir(self._path / parent)  # as long as they are empty
+        self._names &= files.keys()
+        return tuple(name for name, state in files.items() if self._state(name) != state)
+
+    def write(self, name: str, content: bytes, *, offset: int, time_ns: int, is_last: bool) -> None:
+        """Write a part of a file; nobody sees the file before the last one.
+
+        Raises:
+            StartError: that is not possible; the message says why.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (0 if offset else os.O_TRUNC)
+        try:
+            with self._open_parent(name, create=True) as (folder, last), self._open(_DRAFT, flags) as draft:
+                if os.pwrite(draft, content, offset) < len(content):
+                    raise OSError(0, "no space left")
+                if is_last:
+                    os.utime(draft, ns=(time_ns, time_ns))
+                    os.replace(self._path / _DRAFT, last, dst_dir_fd=folder)
+                    self._names.add(name)
+        except OSError as error:
+            raise StartError(
+                f"The host {socket.gethostname()!r} cannot write its copy of {name}, which `--sync` brings: "
+                f"{error.strerror} (in {self._path})."
+            ) from None
+
+    def _state(self, name: str) -> tuple[int, int] | None:
+        try:
+            with self._open_parent(name) as (folder, last):
+                info = os.stat(last, dir_fd=folder, follow_symlinks=False)
+        except OSError:
+            return None
+        return (info.st_mtime_ns, info.st_size) if stat.S_ISREG(info.st_mode) else None
+
+    @contextlib.contextmanager
+    def _open_parent(self, name: str, *, create: bool = False) -> Iterator[tuple[int, str]]:
+        """Open the folder of a file; a link on the way, which a rank may have made, is an error."""
+        *folders, last = name.split("/")
+        if {"", ".", ".."} & {*folders, last} or "\0" in name:
+            raise StartError(f"{name!r} is not the name of a file in the folder that `--sync` brings.")
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(self._open(".", _FOLDER))
+            for inner in folders:
+                if create:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(inner, 0o700, dir_fd=folder)
+                folder = stack.enter_context(self._open(inner, _FOLDER, folder))
+            yield folder, last
+
+    @contextlib.contextmanager
+    def _open(self, name: str, flags: int, folder: int | None = None) -> Iterator[int]:
+        descriptor = os.open(self._path / name if folder is None else name, flags, 0o600, dir_fd=folder)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def of(self, folder: str) -> Path | None:
+        """The copy of a folder of the notebook's host; None if it is not in the original."""
+        if self._original is None or not Path(folder).is_relative_to(self._original):
+            return None
+        copy = self._path / Path(folder).relative_to(self._original)
+        copy.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return copy
+
+    @property
+    def import_path(self) -> tuple[str, ...]:
+        """Where modules are."""
+        return tuple(str(self._path / entry) for entry in self._import_path)
 
 
 def list_run_dirs() -> list[RunDir]:

@@ -8,7 +8,7 @@ import random
 import sys
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 from axon_nb.cluster import failures
@@ -44,13 +44,16 @@ _ATTACH_HINT = "Run `%distributed attach` to reconnect to both."
 _START_HINT = "Run `%distributed start` to start a new one."
 
 
-def failure_of(run: CellRun, replaced: Sequence[str], kept: failures.Kept) -> BaseException | None:
+def failure_of(
+    run: CellRun, replaced: Sequence[str], kept: failures.Kept, missing: Callable[[], str]
+) -> BaseException | None:
     """Return the exception that a finished cell raises in the notebook; None if it did not fail.
 
     Args:
         run: The cell.
         replaced: Lines about ranks that had to be replaced to abort it.
         kept: What is kept of ranks that died, and how to replace them.
+        missing: Says which module only the notebook's host has.
     """
     if run.interrupted_at is not None:
         return failures.interrupt_error(run.errors, run.ranks, replaced)
@@ -60,6 +63,7 @@ def failure_of(run: CellRun, replaced: Sequence[str], kept: failures.Kept) -> Ba
     hints = (
         failures.hint_for(run.errors.values(), remedy=kept.remedy, threads=threads),
         failures.shortage_hint(run.cell.ends),
+        missing(),
     )
     return failures.cell_error(
         run.errors,
@@ -152,6 +156,8 @@ class CellManager:
         if self.settings.auto_repair:
             auto_repair(state)
         state.health.ensure_available(ranks)
+        if state.connection.folder is not None:
+            state.connection.folder.update()
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout must be a number of seconds above 0; got {timeout:g}.")
         ahead = [rank for other in list(state.active_cells) for rank in other.unfinished if rank in ranks]
@@ -279,6 +285,15 @@ class CellManager:
             if isinstance(trials := options.get("restores"), Trials) and not run.cell.lost:
                 trials.end()
 
+    def _missing_module(self, run: CellRun) -> str:
+        state = self.state
+        if not state.hosts or not any(error.ename == "ModuleNotFoundError" for error in run.errors.values()):
+            return ""
+        from axon_nb.cluster.launch.folder_sync import missing_on_host
+
+        hosts = {rank: host for rank in run.ranks if (host := state.layout.host_of(rank))}
+        return missing_on_host(run.errors.values(), hosts, state.connection.folder)
+
     def _remove(self, run: CellRun) -> None:
         with self._lock, contextlib.suppress(ValueError):
             self.state.active_cells.remove(run)
@@ -301,7 +316,8 @@ class CellManager:
         ):
             print(hint, file=sys.stderr)
         numbers = run.abort.judge_numbers(failed=any(error.kind == "raised" for error in run.errors.values()))
-        failure = failure_of(run, replaced, kept_of(state, self.settings.protect, run.errors.values()))
+        kept = kept_of(state, self.settings.protect, run.errors.values())
+        failure = failure_of(run, replaced, kept, lambda: self._missing_module(run))
         record = cell_record(run, failure)
         if not run.is_call:
             self.last_record = record

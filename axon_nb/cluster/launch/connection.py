@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -30,6 +31,9 @@ from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import SESSION_NAME
 from axon_nb.records.protocol.agent import GetInfo
 from axon_nb.records.protocol.recovery import ENGINE_ENTRY
+
+if TYPE_CHECKING:
+    from axon_nb.cluster.launch.folder_sync import FolderSync
 
 # ipyparallel and tornado log what happens at a stop; keep that out of the notebook, also if it logs everything.
 _ipyparallel_log = logging.getLogger("axon_nb.ipyparallel")
@@ -73,11 +77,20 @@ class Connection(Struct):
     client: RankClient
     ip: str = LOOPBACK
     """Address on which ranks on other hosts reach the controller and the rendezvous store; loopback: there are none."""
+    folder: FolderSync | None = None
+    """What `--sync` brings to other hosts."""
 
     def connect_directly(self, ranks: Iterable[int]) -> None:
         """Have ranks that have joined take cells and calls without the controller, if they are on this host."""
         path = self.run_dir.path / f"direct-{os.getpid()}-{id(self.client):x}"
         self.client.connect_directly(path, socket.gethostname(), ranks)
+
+    def sync(self, folder: str) -> FolderSync:
+        """Bring a folder to the other hosts before each cell."""
+        from axon_nb.cluster.launch.folder_sync import FolderSync
+
+        self.folder = FolderSync(self.agent, folder)
+        return self.folder
 
     def close(self) -> None:
         """Disconnect, and leave the cluster running."""

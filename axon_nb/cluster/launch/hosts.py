@@ -175,17 +175,22 @@ def _spread(text: str, wanted: Sequence[int | None], num_ranks: int) -> tuple[in
     return tuple(next(shares) if count is None else count for count in wanted)
 
 
-def own_address(interface: str | None, others: HostsOption | None, engines: str) -> str | None:
+def own_address(
+    interface: str | None, others: HostsOption | None, engines: str, *, sync: str | None = None
+) -> str | None:
     """Return the address of this host on which ranks on other hosts reach it; None: there are none, or Ray has them.
 
     Args:
         interface: The network interface, or its address; None: the one that leads to the first of the other hosts.
         others: What `--hosts` asks for, if anything.
         engines: Name of the launcher.
+        sync: The option `--sync`.
 
     Raises:
         UsageError: there is no such interface, it is needed and missing, or ranks are not forked.
     """
+    if sync is not None and (others is None or not os.path.isdir(os.path.expanduser(sync))):
+        raise UsageError(f"--sync needs --hosts, and a folder that exists, such as `.`; got {sync}.")
     if others is not None and engines != "axon":
         raise UsageError(f"--hosts starts forked ranks; it cannot be used with --engines {engines}.")
     if interface is not None:
@@ -401,7 +406,9 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def await_hosts(connection: Connection, layout: Layout, option: HostsOption, *, timeout_s: float) -> Layout:
+def await_hosts(
+    connection: Connection, layout: Layout, option: HostsOption, *, timeout_s: float, sync: str | None = None
+) -> Layout:
     """Start the agents of other hosts and wait until they have joined; return the layout with all ranks' hosts.
 
     With `join`, print the command that starts one.
@@ -411,11 +418,14 @@ def await_hosts(connection: Connection, layout: Layout, option: HostsOption, *, 
         layout: What was planned.
         option: Which hosts, and how many ranks each gets.
         timeout_s: How long they may take, in seconds; `join` waits for ten minutes at least.
+        sync: The folder to bring there; None: none.
 
     Raises:
         StartError: one cannot join, or not all have in time; the message says what to do.
     """
     joined, others = _start(connection, option, timeout_s=timeout_s), len(option.hosts)
+    if sync is not None:
+        connection.sync(sync).update()
     names = ["", *sorted(joined, key=lambda name: option.hosts.index(name) if name in option.hosts else others)]
     return msgspec.structs.replace(
         layout, hosts=tuple(name for name, count in zip(names, option.counts, strict=False) for _ in range(count))

@@ -117,6 +117,8 @@ def fork_ranks(connection: Connection, layout: Layout, ranks: Sequence[int], int
         client.unregister(rank)  # its id is free only once the controller has forgotten it
     if not client.wait_unregistered(ranks, ANSWER_S):
         raise StartError(f"The controller did not unregister {name_ranks(ranks)} within {ANSWER_S:.0f} s.")
+    if connection.folder is not None:
+        connection.folder.update(again=True)
     hosts = rank_hosts(connection.agent, layout)
     for rank in ranks:
         env, file = rank_environment(layout, rank), connection.run_dir.engine_file

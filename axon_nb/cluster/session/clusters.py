@@ -96,6 +96,7 @@ def start(
     hosts: str | None = None,
     gpus_per_rank: int | None = None,
     placement: str | None = None,
+    sync: str | None = None,
     force: bool = False,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Cluster:
@@ -113,6 +114,8 @@ def start(
             ``ray`` or ``ray:ADDRESS``, which then run all of them; None: there are none.
         gpus_per_rank: How many GPUs Ray reserves for each rank, 0 or 1; None: 1 if it has GPUs.
         placement: ``pack``: Ray places the ranks on few nodes; ``spread``: evenly on all; None: ``pack``.
+        sync: A folder whose files other hosts get, such as that of the notebook, now and before each cell whatever
+            has changed: what git does not ignore, files up to 10 MiB, 100 MiB together; None: none.
         force: Whether to stop ranks that this notebook left running even while a cell runs there.
         on_progress: Called with texts such as ``Starting 4 ranks … 3 of 4``.
 
@@ -132,7 +135,7 @@ def start(
     launcher_class(launcher)
     hosts = with_ray_options(hosts, gpus_per_rank, placement)
     others = None if hosts is None else parse_hosts(hosts, layout.num_ranks)
-    ip = own_address(interface, others, launcher)
+    ip = own_address(interface, others, launcher, sync=sync)
     if _make_room(session, force=force):
         layout = plan()  # with the GPUs that are free now
     cluster_name = _free_name(name)
@@ -153,7 +156,7 @@ def start(
         if layout.reserves:
             _reserve_gpus(connection, layout, cluster_name, shares=devices != "auto")
         if others is not None:
-            layout = await_hosts(connection, layout, others, timeout_s=chosen_settings.start_timeout)
+            layout = await_hosts(connection, layout, others, timeout_s=chosen_settings.start_timeout, sync=sync)
         end = time.monotonic() + chosen_settings.start_timeout
         launched = launch_engines(
             connection,
@@ -172,6 +175,7 @@ def start(
             engines=launcher,
             ip=connection.ip,
             hosts="" if others is None else others.text,
+            sync="" if connection.folder is None else str(connection.folder.folder),
             world_size=layout.num_ranks,
             version=own_version(),
             **settings_facts(chosen_settings),
@@ -277,6 +281,8 @@ def attach(name: str | None = None) -> Cluster:
         )
     wait_for_output(connection.client, live_ranks, timeout_s=_OUTPUT_TIMEOUT_S)
     settings = session.settings.inherit(dict(facts.settings))
+    if facts.sync:
+        connection.sync(facts.sync)
     cluster = session.new_cluster(ClusterState(connection, layout, settings, facts))
     for rank in set(cluster.ranks) - live_ranks:
         event = hello_reply.deaths.get(rank)
@@ -328,7 +334,8 @@ def restart(on_progress: Callable[[str], None] = lambda _: None) -> Cluster:
     if old.state.hosts:
         parse_hosts(old.state.hosts, old.world_size)  # while there is something to lose
     if old.connection.ip != LOOPBACK or old.state.hosts:
-        options |= {"interface": old.connection.ip, "hosts": old.state.hosts or None}
+        folder = old.connection.folder and str(old.connection.folder.folder)
+        options |= {"interface": old.connection.ip, "hosts": old.state.hosts or None, "sync": folder}
     else:
         session.prewarm.start()  # the next agent starts while the old one stops
     old.stop()

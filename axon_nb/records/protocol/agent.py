@@ -151,6 +151,38 @@ class ServeHosts(Command[StorePort], frozen=True):
     """The key that they must know, in hexadecimal."""
 
 
+class MissingFiles(Struct, frozen=True):
+    """What a host lacks of a folder."""
+
+    names: tuple[str, ...]
+
+
+class CompareFiles(Command[MissingFiles], frozen=True):
+    """Compare a host's copy of a folder with the original: delete files that are gone, name those that are missing."""
+
+    host: str
+    """Empty: the agent's own."""
+    folder: str
+    """Path of the original on the notebook's host."""
+    path: tuple[str, ...]
+    """Where in the folder the notebook looks for modules."""
+    files: Mapping[str, tuple[int, int]]
+    """By name relative to the folder, time of change in nanoseconds, and size."""
+
+
+class WriteFile(Command[None], frozen=True):
+    """Write a part of a file of the copy; the last one puts it in place."""
+
+    host: str
+    """Empty: the agent's own."""
+    name: str
+    content: bytes
+    offset: int
+    time_ns: int
+    """When the original was changed."""
+    is_last: bool
+
+
 class ReadGpus(Command[GpuReport], frozen=True):
     """Ask the driver about its GPUs, not a rank: a rank may hang in CUDA."""
 
@@ -195,6 +227,8 @@ _COMMANDS: dict[str, type[Command[Any]]] = {
         Signal,
         ServeStore,
         ServeHosts,
+        CompareFiles,
+        WriteFile,
         ReadGpus,
         ReserveGpus,
         Stop,
@@ -296,6 +330,8 @@ class ClusterFacts(Struct, frozen=True):
     """What each rank reported when it joined."""
     hosts: str = ""
     """The `--hosts` option that it was started with; empty: all ranks are on the notebook's host."""
+    sync: str = ""
+    """The `--sync` option: the folder that other hosts have a copy of; empty: none."""
     idle_stop_s: float = 0.0
     """The cluster stops itself when no cell has run for so many seconds; 0: never."""
     slowness: Slowness = field(default_factory=Slowness)
