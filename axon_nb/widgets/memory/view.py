@@ -40,13 +40,18 @@ from axon_nb.widgets.panel import LivePanel, LiveView
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "strategy": ("full_shard", "shard_grad_op", "hybrid_shard", "optimizer_state", "no_shard", "ddp"),
+    "strategy": ("full_shard", "shard_grad_op", "hybrid_shard", "gradient_state", "optimizer_state", "no_shard", "ddp"),
     "dtype": ("", *_DTYPES),
     "mixed_precision": ("", *_DTYPES[1:]),
     "optimizer": ("adam", "adamw", "sgd", WITH_MOMENTUM, "adagrad", "rmsprop"),
     "cpu_offload": ("none", "params", "optimizer_states", "full"),
 }
-_ALSO = {"full_shard": "ZeRO-3", "shard_grad_op": "ZeRO-2", "optimizer_state": "ZeRO-1"}
+_ALSO = {
+    "full_shard": "ZeRO-3",
+    "shard_grad_op": "torch's ZeRO-2",
+    "gradient_state": "ZeRO-2",
+    "optimizer_state": "ZeRO-1",
+}
 """Other names of strategies."""
 _LABELS = {
     "world_size": "ranks",
