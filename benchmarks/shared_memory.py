@@ -37,6 +37,8 @@ COPIES: dict[str, Callable[[int], float]] = {
     "send and recv": lambda n: 2,
 }
 """How often a rank copies its tensor at least, by number of ranks; a sum of n values counts as (n + 1) / 2 copies."""
+SAMPLES, POSITIONS, FEATURES = 4, 8192, 64
+"""Of the attention, which has one head."""
 Call = Callable[[], object]
 
 
@@ -45,6 +47,8 @@ def call_of(name: str, size: int, dtype: str) -> Call:
     """One operation on tensors of `size` bytes, or a training step."""
     if name.startswith("step"):
         return step_of(name)
+    if "attention" in name:
+        return attention_of(name)
     n, rank, kind = dist.get_world_size(), dist.get_rank(), getattr(torch, dtype)
     count = size // kind.itemsize
     tensor = torch.ones(max(n, count // n * n) if name == "reduce_scatter" else count, dtype=kind)
@@ -59,7 +63,14 @@ def call_of(name: str, size: int, dtype: str) -> Call:
             dist.recv(tensor, 0)
             dist.send(tensor, 0)
 
+    # As tokens travel to experts: to the next rank the least, to this one the most.
+    shares = [[1 + (source - target) % n for target in range(n)] for source in range(n)]
+    sent, received = (
+        [count // sum(row) * share for share in row] for row in (shares[rank], [*zip(*shares, strict=True)][rank])
+    )
+    visits, arrived = tensor[: sum(sent)], torch.empty(sum(received), dtype=kind)
     return {
+        "all_to_all of experts": lambda: dist.all_to_all_single(arrived, visits, received, sent),
         "all_reduce": lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX),
         "all_gather": lambda: dist.all_gather_single(whole, tensor),
         "reduce_scatter": lambda: dist.reduce_scatter_single(part, tensor),
@@ -67,6 +78,26 @@ def call_of(name: str, size: int, dtype: str) -> Call:
         "send and recv": both_ways,
         "copy": lambda: whole.copy_(tensor),
     }[name]
+
+
+def attention_of(name: str) -> Call:
+    """Causal attention and its backward: of a sequence split over the ranks, or of half of it with nothing sent."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from axon_nb.parallel import ContextParallel
+
+    n = dist.get_world_size()
+    count = POSITIONS // n if name == "ring attention" else POSITIONS
+    tensors = [torch.randn(SAMPLES, 1, count, FEATURES, requires_grad=True) for _ in range(3)]
+    if name != "ring attention":
+        return lambda: scaled_dot_product_attention(*tensors, is_causal=True).sum().backward()
+    context = ContextParallel(POSITIONS)
+
+    def ring() -> None:
+        with context:
+            scaled_dot_product_attention(*tensors, is_causal=True).sum().backward()
+
+    return ring
 
 
 def step_of(name: str) -> Call:
@@ -195,6 +226,25 @@ def rows_of(size: int, *, pairs: int, budget_s: float) -> Iterator[PairedRow]:
             yield PairedRow.of_ratios(f"{size} ranks, a {name}", times, 0.9)
 
 
+def travel_rows(size: int, *, pairs: int, budget_s: float) -> Iterator[PairedRow]:
+    """The rows of what tokens send: to experts over Gloo's time, and around a ring over the compute and the copies."""
+    with cluster(size) as ours, torchrun(size) as gloo:
+        for count in SIZES[1:]:
+            name = "all_to_all of experts"
+            times = pairs_of(name, count, "float32", (ours, gloo), pairs=pairs, budget_s=budget_s)
+            yield PairedRow.of_ratios(f"{size} ranks, {name}, {count:,} B", times, 0.6)
+        part = 2 * SAMPLES * POSITIONS // size * FEATURES * 4
+        # Keys and values once in forward and once in backward, and their gradients once more than that.
+        copies = 2 * ((size - 1) * 2 + size)
+        bounded = []
+        for _ in range(pairs):
+            compute = ours("whole attention", 0, "float32", 1) / size
+            limit = compute + copies * ours("copy", part, "float32", 3)
+            bounded.append((ours("ring attention", 0, "float32", 1), limit))
+        words = f"{size} ranks, ring attention of {SAMPLES} x {POSITIONS:,} tokens"
+        yield PairedRow.of_ratios(words, bounded, 1.15, peer="a rank's compute and copies")
+
+
 def main() -> None:
     """Measure on 2 and 4 ranks with 1 thread each, print the table and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -209,6 +259,7 @@ def main() -> None:
         rank_side(int(rank), int(size), store)
         return
     rows = [row for size in options.ranks for row in rows_of(size, pairs=options.pairs, budget_s=options.budget)]
+    rows += [row for size in options.ranks for row in travel_rows(size, pairs=options.pairs, budget_s=options.budget)]
     print(write("shared_memory", rows, options.out))
 
 
