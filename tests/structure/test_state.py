@@ -29,6 +29,7 @@ ALLOWED = {
     "axon_nb.comm.collectives.direct:_fast_paths": "cache: the operations of each type of group",
     "axon_nb.comm.spans:device_clock": "slot: the clock of this process's GPU",
     "axon_nb.comm.group:_known": "cache: what does not change of a torch group",
+    "axon_nb.widgets.cell.views:_live": "slot: the views of this notebook's last cells",
     "axon_nb.comm.mock_world:_active": "slot: the mock world that torch's functions see",
     "axon_nb.comm.shared_memory.segment.futex:_barrier": "cache: a lock of each thread",
     "axon_nb.comm.shared_memory.segment.progress:_open_groups": "slot: what this process closes when it exits",

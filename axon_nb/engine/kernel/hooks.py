@@ -48,6 +48,9 @@ ControlHandlers = Mapping[type[Request[Any]], ControlHandler]
 _RUN_RANKS = {"asyncio", "axon_nb", "ipykernel", "ipyparallel", "jupyter_client", "tornado", "zmq"}
 """Packages whose code runs between cells."""
 
+_names: set[str] = set()
+"""Modules that there were when this rank was forked."""
+
 
 def install(kernel: Any, track_task: Callable[[Any], contextlib.AbstractContextManager[None]]) -> None:
     """Prepare `kernel` for cells.
@@ -75,9 +78,6 @@ def install(kernel: Any, track_task: Callable[[Any], contextlib.AbstractContextM
     _suppress_messages(kernel)
     _reply_directly(kernel)
     _hold_json(kernel.session)
-
-
-_names: set[str] = set()
 
 
 class _WithoutModules:

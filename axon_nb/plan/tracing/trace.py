@@ -26,6 +26,7 @@ from axon_nb.plan.tracing.operations import OpCounter, tensors_in
 from axon_nb.plan.tracing.subject import ModelSource, checked_module_filter, equal_blocks, first_line
 
 _Key = TypeVar("_Key")
+_Attention = dict[str, list[tuple[int, int]]]
 
 
 class TensorFacts(Struct, frozen=True):
@@ -205,7 +206,6 @@ def _watched(model: nn.Module, trace: ModelTrace, counted: OpCounter) -> Iterato
 
 
 _Facts = dict[str, tuple[TensorFacts, ...]]
-_Attention = dict[str, list[tuple[int, int]]]
 
 
 class _NotLinearError(Exception):
