@@ -89,7 +89,7 @@ def test_full_cluster_says_what_is_missing_and_who_has_it(ray: Script, hosts: st
     assert "1 of 2 CPUs" in refused.message
     assert "Placement groups: 'train' 3 CPUs, 0 GPUs." in refused.message
     ray.ok("ray.util.remove_placement_group(group)")
-    assert not script.others()
+    assert until(lambda: not script.others()), command_lines(script.others())
 
 
 def test_notebook_that_is_killed_is_attached_to_and_ray_gets_its_room_back_after_keep_alive(
