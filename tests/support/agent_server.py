@@ -38,8 +38,6 @@ _STARTED = (
     "tests/kernel/session/test_lifecycle.py::test_shutdown_while_warming_up_ends_everything",
 )
 """Tests of starting agents; `tests/host`, the examples and the programs of `tests/packaging` start real ones anyway."""
-_FORKED = ("tests/cluster/launch/test_controllers.py", "tests/cluster/launch/test_placement.py")
-"""Of these, tests of what comes after the agent's start."""
 _AT_IMPORT = ("PYTHON", "LD_", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "CUDA", "NCCL", "GLOO", "HOME", "TMPDIR")
 """An agent whose environment differs in one of these is started."""
 _ROOM = 32 * 1024
@@ -49,8 +47,7 @@ _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS, re
 def agent_environment() -> dict[str, str]:
     """Return what lets the agents of a kernel or a script be forked; empty in tests of starting them."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "")
-    starts = not test or (test.startswith(_STARTED) and not test.startswith(_FORKED))
-    return {} if starts else {AGENT_SERVER.name: _server()}
+    return {} if not test or test.startswith(_STARTED) else {AGENT_SERVER.name: _server()}
 
 
 @functools.cache

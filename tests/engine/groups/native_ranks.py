@@ -9,6 +9,8 @@ import ast
 import contextlib
 import importlib
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -98,33 +100,35 @@ def run_on_ranks(body: Callable[..., Any], size: int, folder: Path, **environ: s
         folder: An empty one.
         **environ: Environment variables of the processes.
     """
-    from tests.support.ranks import forked  # not for the processes that only use the rest
-
-    arguments = (body.__module__, body.__name__, size, folder)
-    processes = [forked(_be_rank, *arguments, rank, **environ) for rank in range(size)]
+    code = "import sys; from tests.engine.groups.native_ranks import be_rank; be_rank(*sys.argv[1:])"
+    arguments = [body.__module__, body.__name__, str(size), str(folder)]
+    env = {**os.environ, **environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    processes = []
+    for rank in range(size):
+        with (folder / f"{rank}.err").open("w") as errors:
+            command = [sys.executable, "-c", code, *arguments, str(rank)]
+            processes.append(subprocess.Popen(command, env=env, stderr=errors))
     try:
-        for process in processes:
-            process.join(150)
-        codes = [process.exitcode for process in processes]
+        codes = [process.wait(150) for process in processes]
         # Of all: the one that failed first closes its connections, and the others say just that.
         assert codes == [0] * size, "\n".join((folder / f"{rank}.err").read_text() for rank in range(size))
     finally:
         for process in processes:
             process.kill()
-            process.join()
+            process.wait()
     return {rank: ast.literal_eval((folder / f"{rank}.out").read_text()) for rank in range(size)}
 
 
-def _be_rank(module: str, name: str, size: int, folder: Path, rank: int) -> None:
-    with (folder / f"{rank}.err").open("w") as errors:
-        os.dup2(errors.fileno(), 2)
-    dist.set_debug_level_from_env()  # torch had none when it was imported
-    store = dist.FileStore(str(folder / "default"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LIMIT)
+def be_rank(module: str, name: str, size: str, folder: str, rank: str) -> None:
+    """The life of such a process."""
+    torch.set_num_threads(1)
+    base = Path(folder)
+    store = dist.FileStore(str(base / "default"), int(size))
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(size), timeout=LIMIT)
     body = getattr(importlib.import_module(module), name)
-    result = body(rank, dist.FileStore(str(folder / "forms"), size))
+    result = body(int(rank), dist.FileStore(str(base / "forms"), int(size)))
     dist.barrier()
-    (folder / f"{rank}.out").write_text(repr(result))
+    (base / f"{rank}.out").write_text(repr(result))
     os._exit(0)  # a closed Gloo backend cannot be freed
 
 

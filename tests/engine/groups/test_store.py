@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +20,6 @@ from torch.distributed import DistStoreError
 
 from axon_nb.engine.groups.store import AgentStore
 from tests.support.agents import Served, serve
-from tests.support.ranks import run_code
 
 KEYS = st.sampled_from(["a", "b", "group/0"])
 TEXTS = st.text("xyz", min_size=1, max_size=3)
@@ -183,5 +184,6 @@ print("works")
 
 def test_split_group_has_a_working_store(agent: Served) -> None:
     # In a process of its own: other tests replace torch's Gloo groups in this one.
-    done = run_code(SPLIT, str(agent.run_dir.store_socket))
+    command = [sys.executable, "-W", "ignore", "-c", SPLIT, str(agent.run_dir.store_socket)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["works"], done.stderr
