@@ -167,8 +167,8 @@ pd.DataFrame(compared[0]).style.format(
 # - `NO_SHARD` keeps everything everywhere, as DDP does.
 # - `OPTIMIZER_STATE` is ZeRO-1: it assigns whole parameters to ranks, so their shares are about equal, but not exactly.
 # - `SHARD_GRAD_OP` (torch's ZeRO-2) and `FULL_SHARD` (ZeRO-3) keep the same between steps. The former keeps parameters
-#   gathered from forward to backward: more memory then, but one gather less. `GRADIENT_STATE` is the paper's ZeRO-2,
-#   which keeps all parameters on every rank between steps, too.
+#   gathered from forward to backward: more memory then, but one gather less. The paper's ZeRO-2 keeps all parameters
+#   on every rank between steps, too; torch has no such strategy.
 # - `HYBRID_SHARD` shards within pairs, such as the GPUs of a node; only gradients travel between pairs.
 #
 # On one computer, with a model this small, sharding only costs time: the ranks share cores and memory anyway.

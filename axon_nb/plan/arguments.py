@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 AXES = ("pp", "replicate", "dp", "shard", "ep", "cp", "tp")
 """In this order; the last one varies fastest."""
 ZERO_2 = (
-    "shard_grad_op is torch's ZeRO-2: parameters are sharded between steps; gradient_state keeps them whole, as the "
-    "ZeRO paper's stage 2 does"
+    "shard_grad_op is torch's ZeRO-2: parameters are sharded between steps, while the ZeRO paper's stage 2 keeps them "
+    "whole"
 )
 """Which of its two meanings "ZeRO-2" has here, as a note of plans."""
 
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "optimizer_state", "gradient_state", "ddp")
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "optimizer_state", "ddp")
 """Values of `ShardingStrategy`, and ``ddp`` for torch's DistributedDataParallel."""
 SINGLE_AXIS_STRATEGIES = tuple(name for name in STRATEGIES if name != "hybrid_shard")
 """Strategies whose only data axis is dp."""
-UNSHARDED = ("ddp", "optimizer_state", "gradient_state")
+UNSHARDED = ("ddp", "optimizer_state")
 """Strategies that keep all parameters on each rank."""
 STAGE_UNITS = "FSDP units: the modules of each pipeline stage."
 """What is gathered together in a pipeline, as a note of plans."""
@@ -120,7 +120,7 @@ class LayoutOptions(TypedDict, total=False):
     seq: int | None
     """Tokens in a sample; None: the context of a GPTConfig."""
     mixed_precision: torch.dtype | str | None
-    """dtype of parameters in forward and backward, as in `FSDP`; with `UNSHARDED` strategies, of autocast."""
+    """dtype of parameters in forward and backward, as in `FSDP`; with ddp and optimizer_state, of autocast."""
     wrap: Wrap | str
     """Which modules are FSDP units, as in `FSDP`; a class may be given by name."""
     tp_plan: Any

@@ -35,7 +35,7 @@ PHASES = ("forward", "backward", "optimizer")
 _TERA = 1e12
 ISSUE_S = 5e-6
 """Seconds in which Python and the driver issue an operation: an assumption, no published run depends on it."""
-OPERATIONS = ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce", "reduce_scatter", "send")
+OPERATIONS = ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter", "send")
 """Operations that a link has times for; `send` includes its receive."""
 ALGORITHMS = ("auto", "ring", "tree")
 _NCCL_CALL_S = 8.4e-6
@@ -327,7 +327,6 @@ def rounds_and_volume(operation: str, num_ranks: int, algorithm: str = "ring") -
     reduce_scatter n - 1 rounds, (n - 1) / n S        log n rounds, (n - 1) / n S
     broadcast      log n + n - 1, 2 (n - 1) / n S     log n rounds, log n S
     all_to_all     n - 1 rounds, (n - 1) / n S        the same
-    reduce         n - 1 rounds, S                    log n rounds, S
     send           1 round, S                         the same
     barrier        log n rounds, nothing              the same
     ============== ================================== ===========================
@@ -362,7 +361,6 @@ def rounds_and_volume(operation: str, num_ranks: int, algorithm: str = "ring") -
         "all_reduce": ((2.0 * (n - 1), 2 * part), (2.0 * log, 2.0)),
         "broadcast": ((log + n - 1.0, 2 * part), (float(log), float(log))),
         "all_to_all": ((n - 1.0, part), (n - 1.0, part)),
-        "reduce": ((n - 1.0, 1.0), (float(log), 1.0)),
     }
     ring, tree = table.get(operation, ((n - 1.0, part), (float(log), part)))
     return ring if algorithm == "ring" else tree

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
-from axon_nb.plan.arguments import UNSHARDED, ZERO_2, check_int, check_number
+from axon_nb.plan.arguments import ZERO_2, check_int, check_number
 from axon_nb.plan.display import Shown, Table, format_flops, format_ms, paint_of, plotly_figure
 from axon_nb.plan.hardware import FITTED, Link, Rates, Work, resolve_rates
 from axon_nb.plan.pipeline import SchedulePlan, StageTimes, schedule
@@ -31,7 +31,7 @@ SPREADS = {"matrix products": 0.25, "other operations": 0.4, "links": 0.3, "hidd
 intervals (tests/plan/test_published.py)."""
 _HEAD = ("part", "ms", "share")
 _PHASES = ("forward", "backward")
-_COPIED = ("all_gather", "all_reduce", "reduce", "reduce_scatter")
+_COPIED = ("all_gather", "all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ def optimizer_work(layout: ParallelLayout, pp_rank: int) -> Work:
     shards = [fixed or layout.gradient_group(experts=p.is_expert)[1] for p in here]
     share = sum(math.prod(p.shape) / num for p, num in zip(here, shards, strict=True)) / sum(total)
     # ZeRO-1 assigns whole parameters to ranks instead of splitting them.
-    calls = sum(1 / num for num in shards) if layout.strategy in UNSHARDED[1:] else len(here)
+    calls = sum(1 / num for num in shards) if layout.strategy == "optimizer_state" else len(here)
     return Work(whole.flops * share, whole.bytes * share, whole.ops * calls / len(total))
 
 
@@ -292,7 +292,7 @@ def wrapper_s(layout: ParallelLayout, rates: Rates, pp_rank: int) -> float:
 
 def wrapper_s_per_parameter(rates: Rates, strategy: str) -> float | None:
     """Return seconds per parameter of the strategy's wrapper, or of a similar one; None: not measured."""
-    alike = "ddp" if strategy in UNSHARDED else "full_shard"
+    alike = "ddp" if strategy in ("ddp", "optimizer_state") else "full_shard"
     return rates.wrappers.get(strategy, rates.wrappers.get(alike))
 
 

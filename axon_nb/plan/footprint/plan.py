@@ -143,8 +143,8 @@ class MemoryRequest:
                 "mixed_precision and cpu_offload require FSDP: add a dp axis, mesh={'dp': 1, 'tp': …}. To convert the "
                 "model, use dtype=."
             )
-        if self.size("ep") > 1 and self.strategy in UNSHARDED[1:]:
-            raise PlanError(f"strategy={self.strategy!r} does not work with ep here: use full_shard, or ddp.")
+        if self.size("ep") > 1 and self.strategy == "optimizer_state":
+            raise PlanError("strategy='optimizer_state' does not work with ep here: use full_shard, or ddp.")
         if self.size("pp") > 1:
             if self.strategy not in ("full_shard", "shard_grad_op") and self.num_sharers > 1:
                 raise PlanError(f"strategy={self.strategy!r} does not work with pp: use full_shard or shard_grad_op.")

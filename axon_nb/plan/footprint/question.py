@@ -20,7 +20,7 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.data.units import equal_row
 from axon_nb.parallel.memory import OptimizerKind, checkpoint_blocks
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
-from axon_nb.plan.arguments import UNSHARDED, ZERO_2
+from axon_nb.plan.arguments import ZERO_2
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.fake_world import NO_VALUES
 from axon_nb.plan.footprint.plan import MODEL_STATES_ONLY, OFFLOADED, MemoryParts, MemoryPlan, MemoryRequest, RankMemory
@@ -332,7 +332,7 @@ class ModelStates:
         self._shapes = shapes
         self._experts = experts or {}
         self._optimizer = optimizer
-        is_partitioned = request.strategy in UNSHARDED[1:] and request.size("pp") == 1
+        is_partitioned = request.strategy == "optimizer_state" and request.size("pp") == 1
         self._owned = self._partition() if is_partitioned else None
         self._known: dict[tuple[int, int], MemoryParts] = {}
 

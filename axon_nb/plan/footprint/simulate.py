@@ -202,8 +202,6 @@ def _extrapolate_rank(
     setup: question.TrainingSetup, run: BlockRun, states: question.ModelStates, rank: int
 ) -> tuple[RankMemory, str] | None:
     """Extrapolate from two short versions of the model; None if they do not lie on a line with the full model."""
-    if setup.request.strategy == "gradient_state":
-        return None  # it assigns whole gradients to ranks
     try:
         both = fork_map([partial(run_step, setup, rank, run, depth) for depth in DEPTHS])
     except PlanError:

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from axon_nb.parallel.data.sharded_model import FSDP, _zero_redundancy
 from axon_nb.parallel.data.units import local_shard, offload_states
-from axon_nb.parallel.data.zero2 import ZeRO2
 from axon_nb.parallel.memory import CPUOffload, OptimizerKind, ShardingStrategy, local_optimizer, optimizer_states
 from axon_nb.parallel.pipeline.schedule import (
     PipelineSchedule,
@@ -33,7 +32,6 @@ from axon_nb.parallel.pipeline.schedule import (
     stages_of_rank,
 )
 from axon_nb.parallel.pipeline.stages import Section, balance, child_costs, split_sections
-from axon_nb.plan.arguments import UNSHARDED
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.fake_world import mesh_of
 from axon_nb.plan.footprint.plan import MemoryRequest
@@ -166,7 +164,7 @@ def make_training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) ->
         UsageError: it cannot be sharded in this way.
     """
     request = setup.request
-    is_replicated = request.strategy in UNSHARDED
+    is_replicated = request.strategy in ("ddp", "optimizer_state")
     kind = request_optimizer(request)
     args, target = setup.inputs(), setup.target()
     if request.is_unwrapped:
@@ -185,8 +183,6 @@ def make_training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) ->
             loss = setup.loss(wrapped(*args), target)
         on_phase_start("backward")
         loss.backward()
-        if isinstance(wrapped, ZeRO2):
-            wrapped.sync_gradients()
 
     return Training(model, optimizer, compute, (args, target))
 
@@ -210,16 +206,11 @@ def _in_ddp(
     model: nn.Module, request: MemoryRequest, mesh: DeviceMesh, kind: OptimizerKind
 ) -> tuple[nn.Module, Optimizer]:
     """Wrap as `axon_nb.parallel.DDP` and `ZeRO1` do, without checking the other ranks' models."""
-    sharded = request.strategy != "ddp"
+    sharded = request.strategy == "optimizer_state"
     group: Any = mesh.get_group()
-    wrapped: nn.Module
-    if request.strategy == "gradient_state":
-        wrapped = ZeRO2(model, mesh=mesh, sync_parameters=False)
-    else:
-        ddp = DistributedDataParallel(model, process_group=group, init_sync=False, gradient_as_bucket_view=sharded)
-        # The fake group's all-reduce does not return what DDP expects.
-        ddp.register_comm_hook(None, noop_hook)
-        wrapped = ddp
+    wrapped = DistributedDataParallel(model, process_group=group, init_sync=False, gradient_as_bucket_view=sharded)
+    # The fake group's all-reduce does not return what DDP expects.
+    wrapped.register_comm_hook(None, noop_hook)
     parameters = list(model.parameters())
     if not sharded:
         return wrapped, kind.make(parameters, **kind.options)

@@ -214,7 +214,7 @@ def _group_rows(layout: ParallelLayout, parameters: Sequence[LocalTensor], exper
         if layout.strategy == "ddp":
             yield from data.ddp(ready, buffers, axis=axis, num_ranks=num_ranks, bucket_bytes=limit)
         else:
-            yield from (data.zero1 if layout.strategy == "optimizer_state" else data.zero2)(
+            yield from data.zero1(
                 parameters,
                 ready,
                 buffers,

@@ -147,34 +147,6 @@ def zero1(
         waits: Whether a barrier precedes the optimizer's step, as on CPUs.
     """
     yield from ddp(ready, buffers, axis=axis, num_ranks=num_ranks, bucket_bytes=bucket_bytes)
-    yield from _updates(parameters, axis, num_ranks, waits)
-
-
-def zero2(
-    parameters: Sequence[LocalTensor],
-    ready: Sequence[LocalTensor],
-    buffers: Sequence[LocalTensor],
-    *,
-    axis: str,
-    num_ranks: int,
-    bucket_bytes: float,
-    waits: bool,
-) -> Iterator[Traffic]:
-    """Yield what ZeRO-2 sends: gradients to the ranks of their optimizer states, and updates as ZeRO-1; see `zero1`."""
-    for buffer in buffers:
-        yield Traffic(axis, num_ranks, "broadcast", "forward", "buffers of rank 0", ((buffer.nbytes, 1),))
-    owned = partition_parameters([tensor.elements for tensor in parameters], num_ranks)
-    owners = {parameters[index].name: rank for rank, indices in enumerate(owned) for index in indices}
-    kinds = [(tensor.nbytes, (owners[tensor.name], tensor.dtype)) for tensor in ready]
-    sizes = [sum(kinds[index][0] for index in bucket) for bucket in fill_buckets(kinds, [int(bucket_bytes)])]
-    for full in (True, False):  # those that are not full are sent when backward has ended
-        if each := [size for size in sizes if (size >= bucket_bytes) is full]:
-            overlaps = "backward" if full else ""
-            yield Traffic(axis, num_ranks, "reduce", "backward", "gradients", grouped(each), overlaps)
-    yield from _updates(parameters, axis, num_ranks, waits)
-
-
-def _updates(parameters: Sequence[LocalTensor], axis: str, num_ranks: int, waits: bool) -> Iterator[Traffic]:
     if waits:
         yield Traffic(axis, num_ranks, "barrier", "optimizer", "before the optimizer's step", ((0, 1),))
     owned = partition_parameters([math.prod(tensor.shape) for tensor in parameters], num_ranks)

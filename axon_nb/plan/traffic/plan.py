@@ -36,7 +36,6 @@ OPERATIONS = {
     "barrier": ("barrier", False),
     "broadcast": ("broadcast", False),
     "recv": ("recv", False),
-    "reduce": ("reduce", False),
     "reduce_scatter": ("reduce_scatter", True),
     "reduce_scatter_single": ("reduce_scatter", True),
     "reduce_scatter_single_coalesced": ("reduce_scatter", True),
@@ -54,8 +53,8 @@ class Traffic:
     num_ranks: int
     """Ranks along it."""
     operation: str
-    """``all_reduce``, ``all_gather``, ``all_to_all``, ``reduce``, ``reduce_scatter``, ``broadcast``, ``send``,
-    ``recv`` or ``barrier``."""
+    """``all_reduce``, ``all_gather``, ``all_to_all``, ``reduce_scatter``, ``broadcast``, ``send``, ``recv`` or
+    ``barrier``."""
     phase: str
     """``forward``, ``backward`` or ``optimizer``."""
     purpose: str
@@ -83,7 +82,7 @@ class Traffic:
     @property
     def once(self) -> bool:
         """Whether a step that accumulates several batches makes the calls once: they average or reduce gradients."""
-        return self.averages and self.operation in ("all_reduce", "reduce", "reduce_scatter", "broadcast")
+        return self.averages and self.operation in ("all_reduce", "reduce_scatter", "broadcast")
 
     @property
     def averages(self) -> bool:

@@ -40,7 +40,7 @@ from axon_nb.widgets.panel import LivePanel, LiveView
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "strategy": ("full_shard", "shard_grad_op", "hybrid_shard", "gradient_state", "optimizer_state", "no_shard", "ddp"),
+    "strategy": ("full_shard", "shard_grad_op", "hybrid_shard", "optimizer_state", "no_shard", "ddp"),
     "dtype": ("", *_DTYPES),
     "mixed_precision": ("", *_DTYPES[1:]),
     "optimizer": ("adam", "adamw", "sgd", WITH_MOMENTUM, "adagrad", "rmsprop"),
@@ -48,8 +48,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _ALSO = {
     "full_shard": "ZeRO-3",
-    "shard_grad_op": "torch's ZeRO-2",
-    "gradient_state": "ZeRO-2",
+    "shard_grad_op": "ZeRO-2",
     "hybrid_shard": "ZeRO-3 in each replica",
     "optimizer_state": "ZeRO-1",
     "no_shard": "FSDP, a copy per rank",

@@ -170,7 +170,6 @@ CASES = {
         odd,
         {"strategy": "ddp", "bucket_size_mb": 0.0001},
     ),
-    "zero-2": Case({"dp": 2}, _data(_fsdp("gradient_state"), gpt, tokens), options={"strategy": "gradient_state"}),
     "zero-1": Case({"dp": 2}, _data(_fsdp("optimizer_state"), gpt, tokens), options={"strategy": "optimizer_state"}),
     "full_shard": Case({"dp": 2}, _data(_fsdp("full_shard"), gpt, tokens), options={"strategy": "full_shard"}),
     "full_shard, odd": Case({"dp": 2}, _data(_fsdp("full_shard"), odd, rows), odd),
@@ -200,7 +199,6 @@ CASES = {
     "hybrid_shard": Case(
         {"replicate": 2, "shard": 2}, _data(_fsdp("hybrid_shard"), gpt, tokens), options={"strategy": "hybrid_shard"}
     ),
-    "zero-2 on 4": Case({"dp": 4}, _data(_fsdp("gradient_state"), odd, rows), odd, {"strategy": "gradient_state"}),
     "zero-1 on 4": Case({"dp": 4}, _data(_fsdp("optimizer_state"), odd, rows), odd, {"strategy": "optimizer_state"}),
     "full_shard on 4": Case({"dp": 4}, _data(_fsdp("full_shard"), odd, rows), odd),
     "pp x dp": Case({"pp": 2, "dp": 2}, _three_d, options={"num_microbatches": 4}),

@@ -208,8 +208,7 @@ def test_controls_show_current_and_requested_values() -> None:
     assert [fields[name]["current"] for name in ("world_size", "strategy", "batch")] == [2, "full_shard", 4]
     assert [fields[name]["value"] for name in ("world_size", "strategy", "batch")] == [8, "hybrid_shard", 4]
     assert ["lion", "lion"] in fields["optimizer"]["choices"], "also what is not among the usual ones"
-    assert ["shard_grad_op", "shard_grad_op (torch's ZeRO-2)"] in fields["strategy"]["choices"]
-    assert ["gradient_state", "gradient_state (ZeRO-2)"] in fields["strategy"]["choices"]
+    assert ["shard_grad_op", "shard_grad_op (ZeRO-2)"] in fields["strategy"]["choices"]
     assert ["", "unchanged"] in fields["dtype"]["choices"]
     assert "choices" not in fields["world_size"]
     assert not content["proposed"]
