@@ -7,7 +7,6 @@ from axon_nb.parallel.batch_norm import SyncBatchNorm
 from axon_nb.parallel.checkpoint import Checkpoints, ResumableSampler, Resumed, export_safetensors
 from axon_nb.parallel.data.ddp import DDP, DistributedDataParallel
 from axon_nb.parallel.data.sharded_model import FSDP, FullyShardedDataParallel, ZeRO1
-from axon_nb.parallel.data.zero2 import ZeRO2
 from axon_nb.parallel.experts import ExpertLoad, Experts, expert_load
 from axon_nb.parallel.hooks import BF16, FP16, CommHook, Hierarchical, HookStats, PowerSGD, TopK
 from axon_nb.parallel.loop import (
@@ -84,7 +83,6 @@ __all__ = [
     "TensorParallelBlock",
     "TopK",
     "ZeRO1",
-    "ZeRO2",
     "accumulating",
     "axis_group",
     "bubble_fraction",

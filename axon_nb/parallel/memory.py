@@ -40,19 +40,14 @@ class ShardingStrategy(enum.Enum):
     FULL_SHARD = "full_shard"
     """Parameters, gradients and optimizer state (ZeRO-3)."""
     SHARD_GRAD_OP = "shard_grad_op"
-    """The same between steps; parameters stay unsharded from forward to backward (torch's ZeRO-2)."""
+    """The same between steps; parameters stay unsharded from forward to backward (torch's ZeRO-2). In the ZeRO paper's
+    stage 2 each rank keeps all parameters between steps, too; torch has no such strategy."""
     NO_SHARD = "no_shard"
     """Nothing: every rank holds everything and gradients are averaged, as in DDP."""
     HYBRID_SHARD = "hybrid_shard"
     """FULL_SHARD within a node, replicated across nodes."""
     OPTIMIZER_STATE = "optimizer_state"
     """Only the optimizer state (ZeRO-1)."""
-    GRADIENT_STATE = "gradient_state"
-    """Gradients and optimizer state; each rank keeps all parameters, as in the ZeRO paper's stage 2."""
-
-
-PARTITIONED = (ShardingStrategy.OPTIMIZER_STATE, ShardingStrategy.GRADIENT_STATE)
-"""Strategies that keep all parameters on each rank, and give each rank the states of some."""
 
 
 class CPUOffload(enum.Enum):
@@ -158,7 +153,7 @@ def model_states(
         state_dtype: dtype of the optimizer state; None means that of the parameter.
         optimizer: The optimizer, used if `states_per_param` is None; None means Adam.
         cpu_offload: What is kept in host memory.
-        owned: The parameters whose states are on this rank, for `PARTITIONED` strategies; None: see
+        owned: The parameters whose states are on this rank, for OPTIMIZER_STATE; None: see
             `partition_parameters`.
         device_type: The ranks' compute device; on ``cpu``, offloaded gradients stay in place, padding included.
 
@@ -173,9 +168,10 @@ def model_states(
     if not 0 <= rank < num_shards:
         raise UsageError(f"rank must be 0 to {num_shards - 1}, as {num_shards} ranks share one copy; got {rank}.")
     table = [(shape, dtype, trained[0] if trained else True) for shape, dtype, *trained in shapes]
-    if strategy in PARTITIONED and owned is None:
+    zero1 = strategy is ShardingStrategy.OPTIMIZER_STATE
+    if zero1 and owned is None:
         owned = partition_parameters([math.prod(shape) for shape, _, _ in table], world_size)[rank]
-    num_parts = 1 if strategy in (*PARTITIONED, ShardingStrategy.NO_SHARD) else num_shards
+    num_parts = 1 if zero1 or strategy is ShardingStrategy.NO_SHARD else num_shards
     kinds = {(dtype, trained) for _, dtype, trained in table}
     widths = {kind: _state_bytes(*kind, states_per_param, state_dtype, optimizer) for kind in kinds}
     copied = cpu_offload is CPUOffload.FULL and device_type != "cpu"  # without the padding
@@ -185,10 +181,8 @@ def model_states(
         padded, held = _rows(shape, num_parts, rank if num_parts > 1 else 0)
         width = widths[dtype, trained]
         params += padded * dtype.itemsize
-        is_here = owned is None or number in owned
-        if is_here or strategy is not ShardingStrategy.GRADIENT_STATE:
-            grads += trained * (held if copied else padded) * dtype.itemsize
-        states += round(held * width) if is_here else 0
+        grads += trained * (held if copied else padded) * dtype.itemsize
+        states += round(held * width) if owned is None or number in owned else 0
         unsharded += (1 + trained) * elements * dtype.itemsize + round(elements * width)
     total = sum(math.prod(shape) for shape, _, _ in table)
     sizes = {"params": params, "grads": grads, "states": states}

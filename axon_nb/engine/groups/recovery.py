@@ -32,7 +32,6 @@ _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _FSDP1 = ("torch.distributed.fsdp", "FullyShardedDataParallel")
 _SCHEDULES = ("torch.distributed.pipelining.schedules", "_PipelineSchedule")
-_ZERO2 = ("axon_nb.parallel.data.zero2", "ZeRO2")
 _DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 _GRAPHS = ("torch.cuda.graphs", "CUDAGraph")
 _CLOSE_TIMEOUT_S = 1.0
@@ -41,7 +40,7 @@ _GLOO = "gloo"
 
 def track_wrappers() -> None:
     """Track wrappers from now on, so that no search is needed later; call it before any is created."""
-    live_objects(_DDP, _FSDP, _FSDP1, _SCHEDULES, _ZERO2)
+    live_objects(_DDP, _FSDP, _FSDP1, _SCHEDULES)
 
 
 def track_engines() -> None:
@@ -56,9 +55,7 @@ def reset_wrappers() -> tuple[int, list[str]]:
         Their number, and for each kind that could not be reset a sentence: the groups are usable, but such objects must
         be created again.
     """
-    ddp, fsdp, fsdp1, schedules, zero2 = live_objects(_DDP, _FSDP, _FSDP1, _SCHEDULES, _ZERO2)
-    for model in zero2:
-        model.drop_gradients()
+    ddp, fsdp, fsdp1, schedules = live_objects(_DDP, _FSDP, _FSDP1, _SCHEDULES)
     failed = []
     for kind, modules in {
         "DDP models": {"ddp": ddp},
@@ -71,7 +68,7 @@ def reset_wrappers() -> tuple[int, list[str]]:
         except Exception as error:  # this torch lacks a hook; the self-test has reported it
             failed.append(f"{kind} could not be reset ({type(error).__name__}: {error}). Create them again.")
     failed += graphs_to_capture() if creation.native_groups() is not None else []
-    count = len(ddp) + len(fsdp) + len(fsdp1) + len(schedules) + len(zero2)
+    count = len(ddp) + len(fsdp) + len(fsdp1) + len(schedules)
     return count + deepspeed.reset_engines(*live_objects(_DEEPSPEED)), failed
 
 

@@ -420,10 +420,8 @@ def _replica_groups(modules: Iterable[torch.nn.Module]) -> dict[int, Any]:
     for module in modules:
         wrapper: Any = module
         if issubclass(type(wrapper), sharding.loaded_class("axon_nb.parallel.data.sharded_model", "ZeRO1")):
-            wrapped: Any = wrapper.module
-            whole = wrapper.process_group.torch_group
-            groups |= {id(tensor): whole for tensor in [*wrapped.parameters(), *wrapped.buffers()]}
-        elif isinstance(wrapper, torch.nn.parallel.DistributedDataParallel):
+            wrapper = wrapper.ddp  # modules() does not list it
+        if isinstance(wrapper, torch.nn.parallel.DistributedDataParallel):
             group: Any = wrapper.process_group
             groups |= {id(tensor): group for tensor in [*wrapper.parameters(), *wrapper.buffers()]}
         elif issubclass(type(wrapper), sharding.loaded_class("transformers.modeling_utils", "PreTrainedModel")):

@@ -27,7 +27,6 @@ from axon_nb.parallel.data import units
 from axon_nb.parallel.data.ddp import DDP, broadcast_model
 from axon_nb.parallel.loop import check_inputs, clip_grad_norm
 from axon_nb.parallel.memory import (
-    PARTITIONED,
     CPUOffload,
     FSDPMemoryStats,
     OptimizerKind,
@@ -213,7 +212,7 @@ class FSDP(ShardedModel):
     Args:
         model: Must have the same shapes on all ranks; rank 0's values are sent to all.
         group: A World, one of our groups or torch's; None means all ranks. Not together with `mesh`.
-        strategy: What is sharded. OPTIMIZER_STATE creates a `ZeRO1`, GRADIENT_STATE a `ZeRO2`.
+        strategy: What is sharded. OPTIMIZER_STATE creates a `ZeRO1`.
         mesh: A 2-D mesh of (replicas, shards) for HYBRID_SHARD, a 1-D mesh for the others.
         wrap: Which submodules are gathered as a unit, besides the model: classes, a function called with each module,
             or a minimum number of parameters. None: the decoder layers of a Hugging Face model (the classes that it
@@ -254,8 +253,8 @@ class FSDP(ShardedModel):
         sync_parameters: bool = True,
     ) -> None:
         super().__init__(model, strategy, cpu_offload)
-        if self.strategy in PARTITIONED:
-            raise UsageError(f"{type(self).__name__} cannot use {self.strategy.name}; derive it from ZeRO1 or ZeRO2.")
+        if self.strategy is ShardingStrategy.OPTIMIZER_STATE:
+            raise UsageError(f"{type(self).__name__} cannot use OPTIMIZER_STATE; derive it from ZeRO1.")
         self.mesh = units.resolve_mesh(group, mesh, self.strategy, model)
         if sync_parameters:
             broadcast_model(model, self.mesh)
@@ -355,14 +354,12 @@ class ZeRO1(FSDP, strategy=ShardingStrategy.OPTIMIZER_STATE):
         NotInGroupError: this rank is not a member of the group.
     """
 
-    _own_strategy: ClassVar[ShardingStrategy] = ShardingStrategy.OPTIMIZER_STATE
-
     def __init__(
         self,
         model: nn.Module,
         group: GroupLike | Any = None,
         *,
-        strategy: ShardingStrategy | None = None,
+        strategy: ShardingStrategy = ShardingStrategy.OPTIMIZER_STATE,
         mesh: DeviceMesh | None = None,
         wrap: units.Wrap = None,
         mixed_precision: torch.dtype | None = None,
@@ -370,28 +367,23 @@ class ZeRO1(FSDP, strategy=ShardingStrategy.OPTIMIZER_STATE):
         sync_parameters: bool = True,
         **ddp_options: Any,
     ) -> None:
-        ShardedModel.__init__(self, model, strategy or self._own_strategy, cpu_offload)
-        stage = "ZeRO-1" if self._own_strategy is ShardingStrategy.OPTIMIZER_STATE else "ZeRO-2"
-        if self.strategy is not self._own_strategy:
-            raise UsageError(f"{stage} does not support {self.strategy.name}; use FSDP(model, strategy=…).")
+        ShardedModel.__init__(self, model, strategy, cpu_offload)
+        if self.strategy is not ShardingStrategy.OPTIMIZER_STATE:
+            raise UsageError(f"ZeRO1 does not support {self.strategy.name}; use FSDP(model, strategy=…).")
         if self.cpu_offload in (CPUOffload.PARAMS, CPUOffload.FULL):
             raise UsageError(
-                f"{stage} does not support CPUOffload.{self.cpu_offload.name}, as its parameters are not sharded; use "
+                f"ZeRO-1 does not support CPUOffload.{self.cpu_offload.name}, as its parameters are not sharded; use "
                 "OPTIMIZER_STATES, or FULL_SHARD to offload parameters."
             )
         if mixed_precision is not None:
             raise UsageError(
-                f"{stage} does not support mixed_precision={mixed_precision}; use torch.autocast around the forward."
+                f"ZeRO-1 does not support mixed_precision={mixed_precision}; use torch.autocast around the forward."
             )
         self.mesh = units.resolve_mesh(group, mesh, self.strategy, model)
-        self.module = model
-        self._prepare(sync_parameters, ddp_options)
-
-    def _prepare(self, sync_parameters: bool, ddp_options: dict[str, Any]) -> None:
-        """Make what averages gradients."""
         ddp_options.setdefault("gradient_as_bucket_view", True)
+        self.module = model
         # Hidden from nn.Module in a tuple: only `module` is a submodule, so names are those of the other strategies.
-        self._ddp = (DDP(self.module, self.process_group, init_sync=sync_parameters, **ddp_options),)
+        self._ddp = (DDP(model, self.process_group, init_sync=sync_parameters, **ddp_options),)
 
     @property
     def ddp(self) -> DDP:
