@@ -93,7 +93,6 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             "Compression": ("CommHook", "HookStats", "FP16", "BF16", "PowerSGD", "TopK", "Hierarchical"),
             "Sharded models": (
                 "FSDP",
-                "ZeRO2",
                 "FullyShardedDataParallel",
                 "ShardingStrategy",
                 "CPUOffload",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +16,6 @@ import pytest
 from axon_nb.export import export_notebook
 from axon_nb.script import import_script
 from tests.support.kernel import Kernel
-from tests.support.processes import free_port
-from tests.support.ranks import forked
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "support" / "programs"
 ARGUMENTS = {
@@ -49,27 +47,16 @@ def losses(text: str) -> list[str]:
 
 
 def run(script: Path, arguments: str) -> list[str]:
-    """The losses of a script on two processes with torchrun's variables, each of which writes a file."""
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    logs = [script.with_suffix(f".{rank}.log") for rank in range(2)]
-    ranks = [
-        forked(_run, script, arguments.split(), log, RANK=str(rank), LOCAL_RANK=str(rank), **variables)
-        for rank, log in enumerate(logs)
-    ]
-    for process in ranks:
-        process.join()
-    texts = [log.read_text() for log in logs]
-    assert [process.exitcode for process in ranks] == [0, 0], "\n".join(texts)
-    return losses("".join(texts))
-
-
-def _run(script: Path, arguments: list[str], log: Path) -> None:
-    with log.open("w") as file:
-        for number in (1, 2):
-            os.dup2(file.fileno(), number)
-    os.chdir(script.parent)
-    sys.argv, sys.path[:0] = [str(script), *arguments], [str(script.parent)]
-    runpy.run_path(str(script), run_name="__main__")
+    """The losses of a script under torchrun; each rank writes a file, since their lines can mix on a shared pipe."""
+    logs = script.with_suffix(".logs")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch += ["--redirects", "1", "--log-dir", str(logs), str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, *arguments.split()], cwd=script.parent, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return losses("".join(path.read_text() for path in logs.rglob("stdout.log")))
 
 
 _IN_EACH_RUN = ("trainer_class", "nested_mains", "fully_sharded")

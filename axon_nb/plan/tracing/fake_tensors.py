@@ -26,6 +26,7 @@ _MODULE, _NAME = "torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with
 _GROUPED = "_meta_grouped_mm_common"
 _MASKS, _PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
 _OTHER_DEVICES = ("cpu", "meta")
+_ATTENTION: Any = functional.scaled_dot_product_attention
 
 
 @contextlib.contextmanager
@@ -209,7 +210,7 @@ class _PaddedValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a torch function."""
         kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention and len(args) >= 3:
+        if func is _ATTENTION and len(args) >= 3:
             features = args[2].shape[-1]
             if (more := args[1].shape[-1] - features) > 0:
                 return func(*args[:2], functional.pad(args[2], (0, more)), *args[3:], **kwargs)[..., :features]

@@ -228,7 +228,7 @@ def test_impossible_plans_get_one_sentence() -> None:
         ({}, "The number of ranks is missing"),
         ({"world_size": 0}, "world_size must be a whole number of ranks, 1 or more; got 0"),
         ({"world_size": 8, "mesh": {"dp": 2, "tp": 3}}, "dp=2 x tp=3 is 6 ranks, but world_size=8"),
-        ({"mesh": {"dp": 2, "cp": 3}}, "'cp' is not a mesh axis"),
+        ({"mesh": {"dp": 2, "xp": 3}}, "'xp' is not a mesh axis"),
         ({"mesh": {"dp": 0}}, "dp must be a whole number of ranks, 1 or more; got 0"),
         ({"world_size": 8, "strategy": "zero3"}, "strategy must be one of full_shard"),
         ({"world_size": 8, "strategy": "hybrid_shard"}, "hybrid_shard needs both of its axes"),

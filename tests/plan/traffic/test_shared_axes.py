@@ -113,7 +113,7 @@ def test_a_ring_sends_what_the_plan_says() -> None:
 
 def _experts_step(world: World) -> dict[tuple[str, str], tuple[int, int]]:
     mesh = make_mesh(ep=2)
-    layer = Experts(HIDDEN, 16, 4, seed=0, group=mesh["ep"])
+    layer = Experts(HIDDEN, 16, 4, seed=0, group=axis_group(mesh, "ep"))
     x = torch.randn(12, HIDDEN, generator=torch.Generator().manual_seed(world.rank())).requires_grad_()
     begin()
     layer(x).sum().backward()
