@@ -75,7 +75,7 @@ def test_many_ranks_that_do_the_same_share_a_row() -> None:
     hosts = ", ".join(f"node{number:03d}" for number in range(128))
     info = ClusterInfo("large", "nccl", hosts, 1024, True, "axon", tuple(ranks))
     text, same = cluster_card(info)["text/plain"].splitlines(), "cuda:0-7"
-    assert text[0] == "large: running, 1024 ranks, nccl, on 128 hosts"
+    assert text[0] == "large: running, 1,024 ranks, nccl, on 128 hosts"
     assert [" ".join(line.split()) for line in text[2:]] == [
         f"0-511,513-1023 128 hosts 1023 pids {same} {waiting.state} for 6.2 s · In [4] 1.00 GiB to 2.00 GiB 1.00 GiB",
         "512 node064 4512 cuda:0 running line 7 · In [4] 1.50 GiB 1.00 GiB",

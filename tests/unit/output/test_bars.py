@@ -374,13 +374,15 @@ def test_straggling_bars_end_in_rank_order(offset: float) -> None:
     for epoch in range(3):
         for step in range(8):
             for rank in (2, 0, 1):
-                row = f"\repoch {epoch}: {step * 100 // 7}%|#| {step}/7 [00:0{rank}<00:00, 9it/s]"
+                row = f"\repoch {epoch}: {step * 100 // 7}%|#| {step}/7 [00:0{rank}<00:00, {9 + 3 * rank}it/s]"
                 bench.print(rank, row, "stderr")
                 if step == 7:
                     bench.pass_time(offset)
                     bench.print(rank, "\n", "stderr")
                     bench.print(rank, f"loss {epoch}\n")
-                    bench.print(rank, f"\repoch {epoch + 1}: 0%|#| 0/7 [00:0{rank}<00:00, 9it/s]", "stderr")
+                    bench.print(
+                        rank, f"\repoch {epoch + 1}: 0%|#| 0/7 [00:0{rank}<00:00, {9 + 3 * rank}it/s]", "stderr"
+                    )
             bench.pass_time(0.031)
     expected = [
         line
