@@ -166,6 +166,27 @@ class MemoryRow(Struct, frozen=True):
     """In the order of `MemoryRows.columns`."""
 
 
+class _Common(Struct, frozen=True):
+    """What all rows of a view need; each of it is a walk over all ranks."""
+
+    scale: Scale
+    estimates: Mapping[int, MemoryUse]
+    shown: list[str]
+    """Roles with a column of their own."""
+    largest: Mapping[str, int]
+    least: Mapping[str, int]
+    """Bytes of each shown role on the ranks with the most and the least."""
+    rest: int
+    total: int
+    planned: int
+    resident: int
+    """Bytes on the rank with the most."""
+
+
+def _rest_of(use: MemoryUse, shown: list[str]) -> int:
+    return sum(size for role, size in use.by_role.items() if role not in shown)
+
+
 class MemoryRows:
     """The last replies of the ranks, and the highest use seen so far. Not thread-safe: its owner holds a lock.
 
@@ -240,11 +261,9 @@ class MemoryRows:
         """What the column ``rest`` has, at most on any rank; empty: there is no such column."""
         uses = self._replies.measured.values()
         most = {role: max((use.by_role.get(role, 0) for use in uses), default=0) for role in self.roles}
-        small = [role for role, size in most.items() if size and role not in self._shown_roles]
+        shown = self._shown_roles
+        small = [role for role, size in most.items() if size and role not in shown]
         return ", ".join(f"{_REST.get(role, role)} up to {format_bytes(most[role])}" for role in small)
-
-    def _rest_of(self, use: MemoryUse) -> int:
-        return sum(size for role, size in use.by_role.items() if role not in self._shown_roles)
 
     @property
     def _shown_roles(self) -> list[str]:
@@ -255,8 +274,20 @@ class MemoryRows:
 
     def rows(self) -> list[MemoryRow]:
         """Return one row per rank."""
-        scale = self.scale
-        return [self._row(use, scale) for _, use in sorted(self._replies.measured.items())]
+        uses, estimates, shown = self._replies.measured.values(), self.estimates, self._shown_roles
+        sizes = {role: [use.by_role.get(role, 0) for use in uses] for role in shown}
+        common = _Common(
+            self.scale,
+            estimates,
+            shown,
+            {role: max(of, default=0) for role, of in sizes.items()},
+            {role: min(of, default=0) for role, of in sizes.items()},
+            max((_rest_of(use, shown) for use in uses), default=0),
+            max((use.total for use in uses), default=0),
+            max((use.peak or use.total for use in estimates.values()), default=0),
+            max((max(use.resident, use.resident_peak) for use in uses), default=0),
+        )
+        return [self._row(use, common) for _, use in sorted(self._replies.measured.items())]
 
     @property
     def measured(self) -> Mapping[int, MemoryUse]:
@@ -267,8 +298,8 @@ class MemoryRows:
         """Return the peak of a rank in bytes, or the highest use that was seen."""
         return self._highest.get(use.rank, 0) if use.peak is None else use.peak
 
-    def _row(self, use: MemoryUse, scale: Scale) -> MemoryRow:
-        estimate = self.estimates.get(use.rank)
+    def _row(self, use: MemoryUse, common: _Common) -> MemoryRow:
+        scale, estimate = common.scale, common.estimates.get(use.rank)
         on_device = use.source == "allocator"
         kind = "highest seen" if use.peak is None else "peak"
         peak = self.peak_of(use)
@@ -280,38 +311,12 @@ class MemoryRows:
             use.rank,
             stacked_bar(use.by_role, scale, peak or None, capacity, ", ".join(filter(None, texts))),
             None if estimate is None else _estimate_bar(estimate, scale),
-            self._process_bar(use, on_device=on_device),
+            _process_bar(use, common.resident, on_device=on_device),
             describe_fullness(use),
             format_bytes(use.total),
             _remark(use, estimate),
-            tuple(self._cells(use, estimate, scale)),
+            tuple(_cells(use, estimate, common)),
         )
-
-    def _process_bar(self, use: MemoryUse, *, on_device: bool) -> Bar:
-        available = None if on_device else use.capacity
-        highest = max(max(other.resident, other.resident_peak) for other in self._replies.measured.values())
-        end = max(highest, available or 0) or 1
-        peak = use.resident_peak / end if use.resident_peak else None
-        capacity = None if available is None else available / end
-        return Bar((("resident", use.resident / end),), peak, capacity, _process_text(use, on_device=on_device))
-
-    def _cells(self, use: MemoryUse, estimate: MemoryUse | None, scale: Scale) -> Iterator[Cell]:
-        for role in self._shown_roles:
-            sizes = [other.by_role.get(role, 0) for other in self._replies.measured.values()]
-            size = use.by_role.get(role, 0)
-            odd = size == max(sizes) and size - min(sizes) > ODD * scale.end
-            yield Cell(scale.number(size, max(sizes)), flagged=odd)
-        uses, estimates = self._replies.measured.values(), self.estimates.values()
-        if "rest" in self.columns:
-            yield Cell(scale.number(self._rest_of(use), max(map(self._rest_of, uses))))
-        yield Cell(scale.number(use.total, max(other.total for other in uses)))
-        if estimates:
-            planned = max(other.peak or other.total for other in estimates)
-            yield Cell("–" if estimate is None else scale.number(estimate.peak or estimate.total, planned))
-        available = use.capacity if use.source != "allocator" else None
-        share = use.resident / available if available else None
-        of = f" of {format_bytes(available)}" if available else ""
-        yield Cell(f"{format_bytes(use.resident)}{of}", share, "role-resident")
 
     @property
     def context(self) -> str:
@@ -335,6 +340,31 @@ class MemoryRows:
                 "includes them, along with the interpreter and libraries."
             )
         return [*lines, *self._replies.notes]
+
+
+def _process_bar(use: MemoryUse, highest: int, *, on_device: bool) -> Bar:
+    available = None if on_device else use.capacity
+    end = max(highest, available or 0) or 1
+    peak = use.resident_peak / end if use.resident_peak else None
+    capacity = None if available is None else available / end
+    return Bar((("resident", use.resident / end),), peak, capacity, _process_text(use, on_device=on_device))
+
+
+def _cells(use: MemoryUse, estimate: MemoryUse | None, common: _Common) -> Iterator[Cell]:
+    scale = common.scale
+    for role in common.shown:
+        size, largest = use.by_role.get(role, 0), common.largest[role]
+        odd = size == largest and size - common.least[role] > ODD * scale.end
+        yield Cell(scale.number(size, largest), flagged=odd)
+    if common.rest:
+        yield Cell(scale.number(_rest_of(use, common.shown), common.rest))
+    yield Cell(scale.number(use.total, common.total))
+    if common.estimates:
+        yield Cell("–" if estimate is None else scale.number(estimate.peak or estimate.total, common.planned))
+    available = use.capacity if use.source != "allocator" else None
+    share = use.resident / available if available else None
+    of = f" of {format_bytes(available)}" if available else ""
+    yield Cell(f"{format_bytes(use.resident)}{of}", share, "role-resident")
 
 
 def _process_text(use: MemoryUse, *, on_device: bool) -> str:
