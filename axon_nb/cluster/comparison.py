@@ -18,7 +18,16 @@ from axon_nb.errors import UsageError
 from axon_nb.records.protocol.inspection import BeginComparison, CompareRanks, EndComparison, PrepareComparison
 from axon_nb.records.protocol.wire import cell_source
 from axon_nb.records.ranks import name_ranks
-from axon_nb.records.training.digests import Comparison, Digest, Entry, allowed_error
+from axon_nb.records.training.digests import (
+    Comparison,
+    Digest,
+    Entry,
+    allowed_error,
+    combined,
+    distance,
+    norm_of,
+    ratio_of,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,12 +49,12 @@ _FORWARD = ("input", "output", "mask")
 _UNKNOWN = "No usual cause fits."
 _MISSING = "missing all-reduce"
 _SCALED = "scaled by world size"
+_MODE = "training mode"
+_SETTINGS = "optimizer settings"
 _LOOSE = 4.0
 """How often what is allowed for one tensor is allowed for a sum of several."""
-Cause = tuple[str, str]
-"""A name, and a sentence."""
+Cause = tuple[str, str]  # a name, and a sentence
 _TINY = 1e-30
-Vector = Sequence[float]
 
 
 async def compare(cluster: Cluster, run: RunsCell, code: str, options: dict[str, Any], *, plain: str) -> Verdict:
@@ -112,6 +121,8 @@ class Finding(Struct, frozen=True):
     explanation: str
 
     def __str__(self) -> str:
+        if self.cause == _MODE:
+            return self.explanation
         kind = f" ({self.module})" if self.module else ""
         call = f", call {self.call + 1}" if self.call else ""
         what = f"{self.what[0].upper()}{self.what[1:]} of {self.name or 'the model'}{kind}{call}"
@@ -133,6 +144,8 @@ class Verdict:
     unmatched: tuple[str, ...]
     replicas: int = 1
     """How many ranks each hold the whole model."""
+    unlike: str = ""
+    """How optimizers differ between ranks, if that is not the finding."""
     rows: Sequence[tuple[str, str, int, int, float, float]] = field(repr=False, default=())
     """Name, what, call, rank, relative error and what is allowed of each tensor on each rank."""
 
@@ -160,7 +173,8 @@ class Verdict:
             joined += f" So {self.replicas} ranks compute what one does: give each its own part, if that is not meant."
         names = ", ".join(self.unmatched[:6])
         skipped = f"Not compared, as their shapes do not fit: {names}." if names else ""
-        return list(filter(None, [joined, skipped]))
+        unlike = f"The ranks' optimizers differ: {self.unlike}." if self.unlike else ""
+        return list(filter(None, [joined, skipped, unlike]))
 
 
 def verdict(comparison: Comparison, replicas: int = 1) -> Verdict:
@@ -175,8 +189,22 @@ def verdict(comparison: Comparison, replicas: int = 1) -> Verdict:
         for rank, one in of_entry.items():
             norm = one.error / one.relative if one.relative else 0.0
             rows.append((entry.name, entry.kind, entry.call, rank, one.relative, one.allowed / norm if norm else 0.0))
-    found = _first(comparison, judged, scales)
-    return Verdict(found, counts, comparison.batch, comparison.unmatched, replicas, rows)
+    found = _other_mode(comparison) or _first(comparison, judged, scales)
+    unlike = "" if found is not None and found.cause == _SETTINGS else comparison.settings
+    return Verdict(found, counts, comparison.batch, comparison.unmatched, replicas, unlike, rows)
+
+
+def _other_mode(comparison: Comparison) -> Finding | None:
+    """What drops on some ranks only: dropout passes its input on while it is compared, so no number tells."""
+    name, ranks = comparison.undropped
+    if not ranks:
+        return None
+    dropping = name_ranks([rank for rank in comparison.places if rank not in ranks])
+    text = (
+        f"{name or 'The model'} drops elements on {dropping}, and none on {name_ranks(ranks)}, in evaluation mode: "
+        "call `model.train()` or `model.eval()` on all ranks."
+    )
+    return Finding(name, "", _WHAT["mask"], "forward", 0, ranks, 0.0, 0.0, _MODE, text)
 
 
 def _first(comparison: Comparison, judged: Sequence[Mapping[int, Judged]], scales: Scales) -> Finding | None:
@@ -495,6 +523,8 @@ def _mean_of_means(comparison: Comparison, scales: Scales) -> Cause | None:
 def _of_weight(entry: Entry, judged: Mapping[int, Judged], comparison: Comparison) -> Cause | None:
     start = next((one for one in comparison.entries if one.kind == "start" and one.name == entry.name), None)
     wrong = [rank for rank, one in judged.items() if not one.is_ok]
+    if comparison.settings:
+        return _SETTINGS, f"The ranks' optimizers differ: {comparison.settings}. Give all ranks the same."
     if start is None or entry.call:
         return None
     factors = []
@@ -530,22 +560,6 @@ class Judged(Struct, frozen=True):
     def is_ok(self) -> bool:
         """Whether the error is allowed."""
         return self.error <= self.allowed
-
-
-def distance(one: Vector, other: Vector) -> float:
-    """Estimate the norm of the difference of two tensors."""
-    return math.sqrt(sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) / len(one))
-
-
-def combined(vectors: Iterable[Vector]) -> list[float]:
-    """Return the projections of the sum of tensors."""
-    return [sum(values) for values in zip(*vectors, strict=True)]
-
-
-def ratio_of(one: Vector, reference: Vector) -> float:
-    """Return the factor between two tensors, by least squares; 0 if the reference is 0."""
-    square = sum(value * value for value in reference)
-    return sum(a * b for a, b in zip(one, reference, strict=True)) / square if square else 0.0
 
 
 class Scales:
@@ -587,8 +601,3 @@ def judge(entry: Entry, scales: Scales) -> dict[int, Judged]:
         norm = abs(scale) * reference.norm
         judged[rank] = Judged(error, allowed + _TINY, error / norm if norm else (math.inf if error else 0.0))
     return judged
-
-
-def norm_of(digests: Iterable[Digest]) -> float:
-    """Return the norm of tensors together."""
-    return math.sqrt(sum(digest.norm**2 for digest in digests))

@@ -13,7 +13,7 @@ import os
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,12 +62,14 @@ class Batch:
 def mentioned_names(code: str, namespace: Mapping[str, Any]) -> set[str]:
     """Return the variables that a cell uses, also within the functions that it calls.
 
+    Not those that it assigns before, with what an earlier run left in them.
+
     Args:
         code: The cell, as Python.
         namespace: The variables.
     """
     found: set[str] = set()
-    todo = [node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)]
+    todo = list(_read_names(ast.parse(code).body, set()))
     while todo:
         name = todo.pop()
         if name in found or name not in namespace:
@@ -77,6 +79,37 @@ def mentioned_names(code: str, namespace: Mapping[str, Any]) -> set[str]:
         if isinstance(value, types.FunctionType) and value.__globals__ is namespace:
             todo += _names_of(value.__code__)
     return found
+
+
+def _read_names(statements: Iterable[ast.stmt], assigned: set[str]) -> Iterator[str]:
+    """Yield the names that statements read before they surely assign them; `assigned` grows."""
+    for statement in statements:
+        match statement:
+            case ast.With():
+                yield from _loaded(statement.items, assigned)
+                yield from _read_names(statement.body, assigned)
+                continue
+            case ast.For():
+                yield from _loaded([statement.iter], assigned)
+                yield from _read_names(statement.body, assigned | _stored([statement.target]))
+                yield from _read_names(statement.orelse, {*assigned})
+                continue
+        yield from _loaded([statement], assigned)
+        if isinstance(statement, ast.Assign):
+            assigned |= _stored(statement.targets)
+
+
+def _stored(targets: Iterable[ast.AST]) -> set[str]:
+    names = [node for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
+    return {node.id for node in names if isinstance(node.ctx, ast.Store)}
+
+
+def _loaded(nodes: Iterable[ast.AST], assigned: set[str]) -> Iterator[str]:
+    names = [node for top in nodes for node in ast.walk(top) if isinstance(node, ast.Name)]
+    updated = {id(node.target) for top in nodes for node in ast.walk(top) if isinstance(node, ast.AugAssign)}
+    for node in names:
+        if node.id not in assigned and (not isinstance(node.ctx, ast.Store) or id(node) in updated):
+            yield node.id
 
 
 def _names_of(code: types.CodeType) -> list[str]:
@@ -186,6 +219,8 @@ class Part(NamedTuple):
     content: str
     where: tuple[int, ...]
     """Its offset and strides within what it was cut from: parts may have equal contents, such as labels."""
+    is_view: bool = False
+    """Whether it is nothing but a cut of a variable, such as a microbatch."""
 
 
 class Joined(NamedTuple):
@@ -197,6 +232,8 @@ class Joined(NamedTuple):
     same: dict[Key, str]
     """What modules get, as checksums, if it is the same on all ranks."""
     calls: dict[str, int]
+    microbatches: dict[Key, torch.Tensor] = {}  # noqa: RUF012 - never changed where it is not given
+    """What a rank cuts from its part of a variable, which one rank would cut from all of it in another order."""
 
 
 class CellEnded(BaseException):  # not an Exception: the cell must not catch it
@@ -211,6 +248,7 @@ class Cuts(TorchFunctionMode):
         visit: Takes a tensor and its key; returns what to pass on instead, or None.
         derived: Tensors that `visit` need not see, nor what is computed from them.
         calls: How often the cell may call each module; no limit for others.
+        recut: As `visit`, for what is computed from `derived` or by a module.
     """
 
     def __init__(
@@ -219,9 +257,10 @@ class Cuts(TorchFunctionMode):
         visit: Callable[[Key, torch.Tensor], torch.Tensor | None],
         derived: Sequence[torch.Tensor] = (),
         calls: Mapping[str, int] | None = None,
+        recut: Callable[[Key, torch.Tensor], torch.Tensor | None] = lambda key, tensor: None,
     ) -> None:
         super().__init__()
-        self._namespace, self._visit, self._limits = namespace, visit, calls or {}
+        self._namespace, self._visit, self._limits, self._recut = namespace, visit, calls or {}, recut
         self._derived: dict[int, weakref.ref[torch.Tensor]] = {}
         self._rounds: Counter[tuple[int, str]] = Counter()
         self._depth = 0
@@ -296,6 +335,8 @@ class Cuts(TorchFunctionMode):
             nonlocal is_derived
             if tensor.requires_grad or id(tensor) in self._derived:
                 is_derived = True
+                if (other := self._recut((*place, *path), tensor)) is not None:
+                    return other
             # A mask is as long as what it selects from: what it selects is the part.
             elif (
                 type(tensor) is torch.Tensor
@@ -331,6 +372,7 @@ class Parts:
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         self._known = {id(tensor): tensor for tensor in known}
+        self._storages = {_address(tensor) for tensor in known}
         self.of: dict[Key, Part] = {}
         self.contents: dict[str, torch.Tensor] = {}
         """Copies, by the checksum."""
@@ -341,9 +383,13 @@ class Parts:
             return
         content = checksum(tensor)
         where = int(tensor.storage_offset()), *tensor.stride()
-        self.of[key] = Part(tuple(tensor.shape), str(tensor.dtype), content, where)
+        self.of[key] = Part(tuple(tensor.shape), str(tensor.dtype), content, where, _address(tensor) in self._storages)
         if content not in self.contents:
             self.contents[content] = tensor.detach().cpu().clone()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def gather_cuts(parts: Parts, calls: Mapping[str, int], batch: Batch) -> Joined:
@@ -374,7 +420,9 @@ def gather_cuts(parts: Parts, calls: Mapping[str, int], batch: Batch) -> Joined:
     if len(owners) == 1:
         return Joined({}, {}, {key: held[0][key].content for key in common if _is_module(key)}, most)
     shared: list[Any] | None = [None] * len(answers) if dist.get_rank() == 0 else None
-    chosen = [key for key in common if _fits([of[key] for of in held], split.get(key), places, owners)]
+    microbatches = _microbatches(list(split), held, places) if batch.leaves else []
+    totals = {places[0].total, *(sum(held[owner][key].shape[0] for owner in owners) for key in microbatches)}
+    chosen = [key for key in common if _fits([of[key] for of in held], split.get(key), places, owners, totals)]
     mine = {parts.of[key].content for key in chosen} if dist.get_rank() in owners else ()
     dist.gather_object({content: parts.contents[content] for content in mine}, shared)
     joined = Joined({}, {}, {}, most)
@@ -390,7 +438,24 @@ def gather_cuts(parts: Parts, calls: Mapping[str, int], batch: Batch) -> Joined:
             joined.whole[key] = known[contents]
         elif _may_be_equal(known[contents]):
             joined.equal[key] = known[contents]
-    return joined
+    if not microbatches:
+        return joined
+    found = joined.whole | joined.equal
+    views = {key: tensor for key, tensor in found.items() if all(of[key].is_view for of in held)}
+    # Labels that are equal on all ranks are cut like the rows that they belong to.
+    return joined._replace(whole=joined.whole | views, microbatches=views)
+
+
+def _microbatches(keys: Sequence[Key], held: Sequence[Mapping[Key, Part]], places: Mapping[int, Place]) -> list[Key]:
+    """Return what a model gets call by call, if that is all of each rank's part of the batch: no row less or more."""
+    arguments = {(key[1], *key[3:]) for key in keys if _is_module(key)}
+    for argument in arguments:
+        calls = [key for key in keys if (key[1], *key[3:]) == argument]
+        rows = {rank: sum(held[rank][key].shape[0] for key in calls) for rank in places}
+        is_cut = all(held[rank][key].is_view for rank in places for key in calls)
+        if len(calls) > 1 and is_cut and all(rows[rank] == place.length for rank, place in places.items()):
+            return calls
+    return []
 
 
 def _is_module(key: Key) -> bool:
@@ -425,9 +490,13 @@ def _find_places(keys: Sequence[Key], split: Mapping[Key, list[Any]], held: Sequ
 
 
 def _fits(
-    parts: Sequence[Part], identities: Sequence[Any] | None, places: Mapping[int, Place], owners: Sequence[int]
+    parts: Sequence[Part],
+    identities: Sequence[Any] | None,
+    places: Mapping[int, Place],
+    owners: Sequence[int],
+    totals: Set[int],
 ) -> bool:
-    """Whether the tensors of the ranks are parts of the batch."""
+    """Whether the tensors of the ranks are parts of the batch; equal ones have as many rows as a part of it may."""
     if len({(part.shape[1:], part.dtype) for part in parts}) > 1:
         return False
     by_start = {places[owner].start: owner for owner in owners}
@@ -435,6 +504,6 @@ def _fits(
     if identities is not None and any(identities[rank] != identities[owner] for rank, owner in enumerate(own)):
         return False
     rows = sum(parts[owner].shape[0] for owner in owners)
-    if identities is None and rows != places[0].total:
+    if identities is None and rows not in totals:
         return False
     return all(parts[owner].shape[0] * places[0].total == rows * places[owner].length for owner in owners)

@@ -6,10 +6,9 @@ The reference is the cell on one rank with the global batch, several times from 
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import functools
-import os
+import itertools
 import random
 import sys
 from collections import defaultdict
@@ -26,7 +25,16 @@ from axon_nb.engine.parity import batch as batches
 from axon_nb.engine.parity import recorder as recording
 from axon_nb.engine.session import current
 from axon_nb.errors import UsageError
-from axon_nb.records.training.digests import Bounds, Comparison, Digest, Entry, Observation, Place, allowed_error
+from axon_nb.records.training.digests import (
+    Bounds,
+    Comparison,
+    Digest,
+    Entry,
+    Observation,
+    Place,
+    allowed_error,
+    distance,
+)
 
 _PLAIN, _OTHER_DRAWS, _PERTURBED = "plain", "other draws", "perturbed"
 _SEED = 64_121
@@ -65,6 +73,12 @@ class Reference:
         for rank, observations in seen.items():
             for one in observations:
                 self._seen[one.kind, one.name, one.index].append((rank, one))
+        spacings = {
+            kind: max((one.epsilon for key, of in self._seen.items() if key[0] == kind for _, one in of), default=0.0)
+            for kind in ("start", "output")
+        }
+        self._coarse = spacings["output"] if spacings["output"] > spacings["start"] else 0.0
+        """Spacing of what ranks compute in fewer bits than the weights have, as under autocast; 0: nothing is."""
         self._digests: dict[str, dict[tuple[EntryKey, Bounds], Digest]] = defaultdict(dict)
         self._entries: dict[EntryKey, Entry] = {}
         self._alone: dict[tuple[str, int, int], Digest] = {}
@@ -96,13 +110,19 @@ class Reference:
             if run.startswith(_PERTURBED):
                 perturb([tensor], seed=int(run[-1]))
 
+        numbers = itertools.count()
+
         def sink(kind: str, name: str, tensor: torch.Tensor, **facts: Any) -> torch.Tensor | None:
             self._take(run, kind, name, tensor, **facts)
-            if kind != "grad_output" or not run.startswith(_PERTURBED) or tensor.dtype != torch.float32:
+            if not run.startswith(_PERTURBED) or kind not in ("output", "grad_output"):
                 return None
-            # Terms of a bias's gradient may cancel, such as those of balanced classes: weights do not show that.
-            perturb([changed := tensor.clone()], seed=int(run[-1]))
-            return changed
+            seen = self._seen.get((kind, name, facts.get("index", 0)), ())
+            coarse = self._coarse and max((one.epsilon for _, one in seen), default=0.0)
+            # Terms of a bias's gradient may cancel, such as those of balanced classes: weights do not show that. Nor
+            # do weights show what autocast rounds.
+            if coarse or (kind == "grad_output" and tensor.dtype == torch.float32):
+                return tensor * _factors(tensor, next(numbers) if coarse else 0, int(run[-1]), coarse)
+            return None
 
         def alone(_: World) -> None:
             with self._cuts(tensors, change) as cuts, recording.Recorder(models, sink, cuts=cuts) as recorder:
@@ -169,9 +189,13 @@ class Reference:
         if run != _PLAIN:
             if key in self._entries and run.startswith(_PERTURBED):
                 entry = self._entries[key]
-                entry.noise[rank] = max(entry.noise.get(rank, 0.0), _distance(digest, entry.reference[rank]))
+                entry.noise[rank] = max(
+                    entry.noise.get(rank, 0.0), distance(digest.projections, entry.reference[rank].projections)
+                )
             return
-        entry = self._entries.get(key) or Entry(*key, type(module).__name__, recording.epsilon_of(part), {}, {}, {}, {})
+        rounded = self._coarse if key[0] == "gradient" else 0.0
+        epsilon = max(recording.epsilon_of(part), one.epsilon, rounded)
+        entry = self._entries.get(key) or Entry(*key, type(module).__name__, epsilon, {}, {}, {}, {})
         self._entries[key] = entry
         entry.ranks[rank], entry.parts[rank], entry.reference[rank] = one.digest, bounds, digest
         kind, path, _, call = key
@@ -195,12 +219,6 @@ class Reference:
         return None
 
 
-def _distance(one: Digest, other: Digest) -> float:
-    """Estimate the norm of the difference of two tensors."""
-    pairs = zip(one.projections, other.projections, strict=True)
-    return float((sum((a - b) ** 2 for a, b in pairs) / len(one.projections)) ** 0.5)
-
-
 def _bias_like(module: nn.Module | None, part: torch.Tensor, bounds: Bounds) -> torch.Tensor | None:
     """Return a module's bias in the shape of a part of its output."""
     bias = getattr(module, "bias", None)
@@ -222,9 +240,14 @@ def perturb(tensors: Sequence[torch.Tensor], *, seed: int) -> None:
     """Change numbers by one unit in the last place, up or down at random."""
     for number, tensor in enumerate(tensors):
         if tensor.is_floating_point():
-            generator = torch.Generator(tensor.device).manual_seed(seed * 1_000_003 + number)
-            signs = torch.randint(0, 2, tensor.shape, generator=generator, device=tensor.device) * 2 - 1
-            tensor.mul_(1 + signs.to(tensor.dtype) * recording.epsilon_of(tensor))
+            tensor.mul_(_factors(tensor, number, seed))
+
+
+@torch.no_grad()
+def _factors(tensor: torch.Tensor, number: int, seed: int, coarse: float = 0.0) -> torch.Tensor:
+    generator = torch.Generator(tensor.device).manual_seed(seed * 1_000_003 + number)
+    signs = torch.randint(0, 2, tensor.shape, generator=generator, device=tensor.device) * 2 - 1
+    return 1 + signs.to(tensor.dtype) * max(coarse, recording.epsilon_of(tensor))
 
 
 class Comparer:
@@ -251,6 +274,7 @@ class Comparer:
         self._joined: batches.Joined
         self._used: dict[batches.Key, None] = {}
         self._is_same_part = False
+        self._settings = ""
         self._pieces: list[recording.Pieces] = []
         self._zero_states: list[dict[tuple[int, str], Any]] = []
         self.problem = self._prepare()
@@ -331,7 +355,7 @@ class Comparer:
         self._parts = batches.Parts([leaf for name in data for _, leaf in batches.leaves_of(self._namespace[name], ())])
         self._cuts = batches.Cuts(self._namespace, self._parts.note)
         self._recorder = recording.Recorder(models, self._observe, self._is_discarded, cuts=self._cuts).__enter__()
-        self._writes.enter_context(_watched_writes(self._written))
+        self._writes.enter_context(recording.watched_writes(self._written))
         self._writes.enter_context(self._cuts)
 
     def _is_discarded(self) -> bool:
@@ -343,7 +367,8 @@ class Comparer:
     def _observe(self, kind: str, name: str, tensor: torch.Tensor, *, index: int = 0, call: int = 0, **_: Any) -> None:
         local, bounds = recording.local_part(tensor)
         digest = self._projector.digest(local)
-        self._observations.append(Observation(kind, name, index, call, tuple(local.shape), digest, bounds))
+        shape, epsilon = tuple(local.shape), recording.epsilon_of(local)
+        self._observations.append(Observation(kind, name, index, call, shape, digest, bounds, epsilon))
 
     def close(self) -> None:
         """Stop observing."""
@@ -361,8 +386,11 @@ class Comparer:
         except UsageError as error:
             self.problem = self.problem or str(error)
         gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object((self._observations, self._written), gathered)
-        for rank, (observations, written) in enumerate(gathered or ()):
+        # Stages of a pipeline may be trained in their own ways.
+        used = {} if self._plain else {name: self._namespace.get(name) for name in sorted(self._names)}
+        dist.gather_object((self._observations, self._written, recording.settings_of(used)), gathered)
+        self._settings = recording.difference([settings for _, _, settings in gathered or ()])
+        for rank, (observations, written, _) in enumerate(gathered or ()):
             self._seen[rank] = observations
             if written and not self.problem:
                 self.problem = (
@@ -403,7 +431,27 @@ class Comparer:
                 "`x, y = next(iter(loader))`, so that its parts can be joined."
             )
         batch, unmatched = tuple(self._joined_names()), tuple(reference.unmatched)
-        return Comparison(fitting, places, batch, unmatched, reference.random, is_same_part=self._is_same_part)
+        return Comparison(
+            fitting,
+            places,
+            batch,
+            unmatched,
+            reference.random,
+            is_same_part=self._is_same_part,
+            undropped=self._undropped(),
+            settings=self._settings,
+        )
+
+    def _undropped(self) -> tuple[str, tuple[int, ...]]:
+        """Return a dropout layer that drops on some of the ranks that call it, and the others."""
+        called: dict[tuple[str, str], set[int]] = defaultdict(set)
+        for rank, observations in self._seen.items():
+            for one in observations:
+                called[one.kind, one.name].add(rank)
+        for (kind, name), ranks in called.items():
+            if kind == "mask" and (others := called["output", name] - ranks):
+                return name, tuple(sorted(others))
+        return "", ()
 
     def _joined_names(self) -> Iterator[str]:
         yield from self._batch.names
@@ -430,7 +478,14 @@ class Comparer:
             change(tensor)
             return tensor
 
-        return batches.Cuts(self._namespace, visit, tensors, self._joined.calls)
+        def recut(key: batches.Key, part: torch.Tensor) -> torch.Tensor | None:
+            other = self._joined.microbatches.get(key)
+            if other is None or part.requires_grad or other.shape[1:] != part.shape[1:]:
+                return None
+            change(tensor := other.to(part.device, copy=True))
+            return tensor
+
+        return batches.Cuts(self._namespace, visit, tensors, self._joined.calls, recut)
 
     def _refused(self, problem: str) -> Comparison:
         return Comparison([], {}, (), (), "", problem)
@@ -486,30 +541,6 @@ class Comparer:
 def _part(model: nn.Module) -> nn.Module:
     """Return this rank's part of a pipeline; any other model as it is."""
     return cast(nn.Module, model.module) if hasattr(model, "stage_indices") else model
-
-
-@contextlib.contextmanager
-def _watched_writes(written: list[str]) -> Iterator[None]:
-    """Note the files that Python or torch.save, whose C++ code opens its own, open to write."""
-    real_open, real_save = builtins.open, torch.save
-
-    def watched_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if set(mode) & set("wax+") and isinstance(file, str | os.PathLike):
-            path = os.fspath(file)
-            if not str(path).startswith(("/dev/", "/proc/")):
-                written.append(str(path))
-        return real_open(file, mode, *args, **kwargs)
-
-    def watched_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(f, "write"):
-            written.append(str(f))
-        return real_save(obj, f, *args, **kwargs)
-
-    builtins.open, torch.save = cast(Any, watched_open), cast(Any, watched_save)
-    try:
-        yield
-    finally:
-        builtins.open, torch.save = real_open, real_save
 
 
 def prepare(code: str, plain: str) -> str:

@@ -6,10 +6,13 @@ For the reference, the parts of all ranks are loaded into a plain model, with th
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import math
-from collections import Counter
+import os
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from axon_nb.engine.elastic import sharded_states
 from axon_nb.engine.parity.batch import Cuts
 from axon_nb.engine.sharding import is_sharded, is_stage
 from axon_nb.errors import UsageError
+from axon_nb.records.ranks import name_ranks
 from axon_nb.records.training.digests import Bounds, Digest, Place
 
 _COUNT, _BLOCK = 16, 4096
@@ -131,7 +135,7 @@ class Sink(Protocol):
     ) -> torch.Tensor | None:
         """Take a tensor; the arguments are the fields of `records.comparison.Observation`.
 
-        Returns what replaces a gradient, or None.
+        Returns what replaces a gradient or an output, or None.
         """
 
 
@@ -239,22 +243,31 @@ class Recorder:
                 self._calls["mask", path] += 1
                 self._sink("mask", path, (output != 0).to(output.dtype), call=call, module=module)
                 output = args[0]
-            self._tensors("output", path, module, output if isinstance(output, tuple) else (output,))
+            others = self._tensors("output", path, module, output if isinstance(output, tuple) else (output,))
+            if not isinstance(output, tuple):
+                output = others[0]
+            elif type(output) is tuple:
+                output = tuple(others)
             self._cuts.leave_module(output)
             return output
 
         return hook
 
-    def _tensors(self, kind: str, path: str, module: nn.Module, values: Iterable[Any]) -> None:
+    def _tensors(self, kind: str, path: str, module: nn.Module, values: Iterable[Any]) -> list[Any]:
+        """Pass tensors on, and return what replaces them."""
+        values = list(values)
         if self._is_discarded() or (module.training and not torch.is_grad_enabled()):
-            return  # a pipeline infers its shapes so, with or without gradients
+            return values  # a pipeline infers its shapes so, with or without gradients
         call = self._calls[kind, path]
         self._calls[kind, path] += 1
         for index, value in enumerate(values):
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                self._sink(kind, path, value, index=index, call=call, module=module)
+                other = self._sink(kind, path, value, index=index, call=call, module=module)
                 if value.requires_grad:
                     value.register_hook(self._gradient(f"grad_{kind}", path, index, call, module))
+                if other is not None:
+                    values[index] = other
+        return values
 
     def _gradient(self, kind: str, path: str, index: int, call: int, module: nn.Module) -> Callable[..., Any]:
         def hook(gradient: torch.Tensor) -> torch.Tensor | None:
@@ -287,6 +300,54 @@ class Recorder:
         for name, parameter in self._parameters():
             self._sink("weight", name, parameter, call=self.steps)
         self.steps += 1
+
+
+def settings_of(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers and words of each optimizer among some variables, such as ``lr of optimizer``."""
+    found: dict[str, Any] = {}
+    for name, optimizer in namespace.items():
+        groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
+        for number, group in enumerate(groups):
+            place = f"{name}.param_groups[{number}]" if len(groups) > 1 else name
+            plain = {key: value for key, value in group.items() if isinstance(value, int | float | str | tuple | None)}
+            found |= {f"{key} of {place}": value for key, value in plain.items()}
+    return found
+
+
+def difference(settings: Sequence[Mapping[str, Any]]) -> str:
+    """Say how the first setting that differs between ranks does."""
+    for name, value in (settings[0] if settings else {}).items():
+        values = {rank: of.get(name, value) for rank, of in enumerate(settings)}
+        if any(other != value for other in values.values()):
+            ranks: dict[Any, list[int]] = defaultdict(list)
+            for rank, other in values.items():
+                ranks[other].append(rank)
+            return f"{name} is " + ", ".join(f"{other} on {name_ranks(of)}" for other, of in ranks.items())
+    return ""
+
+
+@contextlib.contextmanager
+def watched_writes(written: list[str]) -> Iterator[None]:
+    """Note the files that Python or torch.save, whose C++ code opens its own, open to write."""
+    real_open, real_save = builtins.open, torch.save
+
+    def watched_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if set(mode) & set("wax+") and isinstance(file, str | os.PathLike):
+            path = os.fspath(file)
+            if not str(path).startswith(("/dev/", "/proc/")):
+                written.append(str(path))
+        return real_open(file, mode, *args, **kwargs)
+
+    def watched_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(f, "write"):
+            written.append(str(f))
+        return real_save(obj, f, *args, **kwargs)
+
+    builtins.open, torch.save = cast(Any, watched_open), cast(Any, watched_save)
+    try:
+        yield
+    finally:
+        builtins.open, torch.save = real_open, real_save
 
 
 class Pieces(Struct):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct, field
 
@@ -10,6 +11,7 @@ _MARGIN = 8.0
 """How often the measured noise is allowed: it is one sample of a random error."""
 _ROUNDING = 16 * 2.0**-23
 """Relative error that sums in another order may have in float32, beyond one rounding of the result."""
+Vector = Sequence[float]
 Bounds = tuple[tuple[int, int], ...]
 """Start and end of a part in each dimension of the whole tensor."""
 LAST = -1
@@ -53,6 +55,8 @@ class Observation(Struct, frozen=True):
     digest: Digest
     bounds: Bounds | None = None
     """This rank's part, if the tensor itself says so; None: it follows from the shapes."""
+    epsilon: float = 0.0
+    """Relative spacing of its numbers; 0 for integers."""
 
 
 class Entry(Struct, frozen=True):
@@ -91,6 +95,10 @@ class Comparison(Struct, frozen=True):
     """Why nothing was compared; empty: it was."""
     is_same_part: bool = False
     """Whether the model gets the same on all ranks, and something else on one."""
+    undropped: tuple[str, tuple[int, ...]] = ("", ())
+    """A dropout layer in training mode on some ranks only, and the others; empty: there is none."""
+    settings: str = ""
+    """How optimizers differ between ranks, such as ``lr is 0.1 on rank 0, 0.2 on rank 1``; empty: they do not."""
 
 
 def allowed_error(entry: Entry, rank: int) -> float:
@@ -100,6 +108,27 @@ def allowed_error(entry: Entry, rank: int) -> float:
         return _ROUNDING * norm
     margin = 1.0 if entry.kind == "weight" else _MARGIN
     return margin * noise + (entry.epsilon + _ROUNDING) * norm
+
+
+def distance(one: Vector, other: Vector) -> float:
+    """Estimate the norm of the difference of two tensors."""
+    return math.sqrt(sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) / len(one))
+
+
+def combined(vectors: Iterable[Vector]) -> list[float]:
+    """Return the projections of the sum of tensors."""
+    return [sum(values) for values in zip(*vectors, strict=True)]
+
+
+def ratio_of(one: Vector, reference: Vector) -> float:
+    """Return the factor between two tensors, by least squares; 0 if the reference is 0."""
+    square = sum(value * value for value in reference)
+    return sum(a * b for a, b in zip(one, reference, strict=True)) / square if square else 0.0
+
+
+def norm_of(digests: Iterable[Digest]) -> float:
+    """Return the norm of tensors together."""
+    return math.sqrt(sum(digest.norm**2 for digest in digests))
 
 
 class Origin(Struct, frozen=True):

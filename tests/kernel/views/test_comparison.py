@@ -125,6 +125,79 @@ def test_batches_cut_by_rank_in_the_cell_are_joined(kernel: Kernel) -> None:
     assert "what is the same on all ranks is not a part" in refused.traceback
 
 
+VARIED = """%%distributed
+import torch.nn as nn, torch.nn.functional as F
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def layers(*more):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), *more, nn.Linear(16, 4))
+model = nn.parallel.DistributedDataParallel(layers())
+dropping = nn.parallel.DistributedDataParallel(layers(nn.Dropout(0.3)))
+plain, sharded, policy = layers(), layers(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+for layer in (sharded[0], sharded[3], sharded):
+    fully_shard(layer, mp_policy=policy)
+optimizer = torch.optim.AdamW(sharded.parameters(), 1e-2)
+torch.manual_seed(1)
+labels = torch.arange(4) % 4
+x, y = (whole.chunk(world_size)[rank] for whole in (torch.randn(4 * world_size, 8), torch.randn(4 * world_size, 4)))
+sgd = torch.optim.SGD([*model.parameters(), *dropping.parameters()], 1e-2)
+"""
+AUTOCAST = """
+sgd.zero_grad()
+with torch.autocast("cpu", torch.bfloat16):
+    loss = F.mse_loss(model(x).float(), y)
+loss.backward()
+sgd.step()
+"""
+MICROBATCHES = """
+sgd.zero_grad()
+for i, (part, target) in enumerate(zip(x.chunk(2), y.chunk(2))):
+    model.require_backward_grad_sync = i == 1
+    (F.mse_loss(model(part), target) / 2).backward()
+sgd.step()
+"""
+SHARDED = """
+optimizer.zero_grad()
+F.mse_loss(sharded(x).float(), y).backward()
+optimizer.step()
+"""
+STEP_OF = """
+sgd.zero_grad()
+F.mse_loss({0}, y).backward()
+sgd.step()
+"""
+
+
+def test_mixed_precision_and_microbatches_agree_unless_they_are_wrong(kernel: Kernel) -> None:
+    kernel.ok(VARIED)
+    kernel.ok(f"%%distributed\n{MICROBATCHES}")  # leaves its own parts in `part` and `target`
+    by_label = MICROBATCHES.replace("y.chunk", "labels.chunk").replace("mse_loss", "cross_entropy")
+    right = {
+        "autocast": AUTOCAST,
+        "microbatches": MICROBATCHES,
+        "labels that are equal on all ranks": by_label,
+        "sharded": SHARDED,
+    }
+    wrong = {
+        "autocast, twice": (AUTOCAST.replace(", y)", ", y, reduction='sum')"), "scaled by world size"),
+        "sharded, twice": (SHARDED.replace(").backward", ").mul(world_size).backward"), "scaled by world size"),
+        "last microbatch alone": (MICROBATCHES.replace("i == 1", "i == 0"), "missing all-reduce"),
+        "cut twice": (STEP_OF.format("model(x.chunk(world_size)[rank])").replace(", y)", ", y[rank:rank + 1])"),
+                      "other batch"),
+        "its own mean": (STEP_OF.format("model(x - x.mean(0))"), "other batch"),
+        "evaluation on one rank": ("dropping.train(rank != 1)" + STEP_OF.format("dropping(x)"), "training mode"),
+        "another learning rate": ("sgd.param_groups[0]['lr'] = 0.01 * (1 + rank)" + STEP_OF.format("model(x)"),
+                                  "optimizer settings"),
+    }  # fmt: skip
+    found = {}
+    for what, cell in [*right.items(), *((what, cell) for what, (cell, _) in wrong.items())]:
+        kernel.ok(f"%%distributed --compare {'plain' if 'sharded' in cell else ''} --out cmp_verdict\n{cell}")
+        found[what] = kernel.value(FOUND)[1]
+        if what == "another learning rate":
+            assert "lr of sgd is 0.01 on rank 0, 0.02 on rank 1, 0.03 on rank 2" in kernel.value("str(cmp_verdict)")
+    assert found == dict.fromkeys(right, "agrees") | {what: cause for what, (_, cause) in wrong.items()}
+
+
 ZERO = PREPARE.replace("import torch.nn as nn", "import torch.nn as nn\nfrom torch.distributed.optim import *").replace(
     "torch.optim.AdamW(cmp_model.parameters(), ",
     "ZeroRedundancyOptimizer(cmp_model.parameters(), optimizer_class=torch.optim.AdamW, ",
