@@ -211,7 +211,7 @@ def _by_rank(reference: int, rank: str, values: str) -> str:
     short = _shortest(ours), _shortest(theirs)
     if short[0] != short[1]:
         ours, theirs = short
-    return f"rank {reference}: {ours}, rank {rank}: {theirs}"
+    return f"rank {reference}: {ours}, rank {rank}: {theirs}".replace(": ", ":\u00a0")
 
 
 def _shortest(text: str) -> str:
