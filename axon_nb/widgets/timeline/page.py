@@ -190,7 +190,8 @@ def timeline_bundle(
     count = f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}"
     slowed = "".join(f", {text}" for text in summary.facts.slowed)
     name = f"Timeline, {title}" if title else _name(shown)
-    heading = f"{name}{slowed}, {count}, {format_seconds((end - start) / 1e9)}"
+    time = f", {format_seconds((end - start) / 1e9)}" if summary.facts.ranks else ""
+    heading = f"{name}{slowed}, {count}{time}"
     by_rank = {rank.rank: rank for rank in summary.facts.ranks}
     lines = [heading]
     lines += [f"  rank {rank}: {_describe(by_rank.get(rank))}" for rank in ranks]
