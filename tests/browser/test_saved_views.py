@@ -96,6 +96,24 @@ def test_page_with_saved_views_needs_no_network(chromium: Browser, tmp_path: Pat
     shown.close()
 
 
+def test_saved_views_are_printed_by_a_dark_browser_that_runs_no_scripts(chromium: Browser, tmp_path: Path) -> None:
+    body, _ = HTMLExporter().from_notebook_node(notebook_with_views())
+    path = tmp_path / "views.html"
+    path.write_text(body, encoding="utf-8")
+    context = chromium.new_context(java_script_enabled=False, offline=True, color_scheme="dark")
+    shown = context.new_page()
+    shown.set_default_timeout(LIMIT * 1000)
+    shown.emulate_media(media="print")
+    shown.goto(path.as_uri(), wait_until="domcontentloaded")
+    cells = shown.locator(".jp-CodeCell")
+    for i, view in enumerate(sorted(VIEWS)):
+        look_at(cells.nth(i), view)
+        muted, ink = cells.nth(i).evaluate(COLORS)
+        paper = shown.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert paper not in (muted, ink), view
+    context.close()
+
+
 def test_saved_views_of_a_cell_of_2000_spans_are_small() -> None:
     store = SpanStore()
     kinds = ("forward", "backward", "collective", "optimizer", "other")
