@@ -49,7 +49,7 @@ def test_parameters_of_a_cell_for_ranks_reach_these_ranks(tmp_path: Path) -> Non
     saved = nbformat.read(tmp_path / "out.ipynb", as_version=4)
     texts = ["".join(out.text for out in cell.outputs if out.output_type == "stream") for cell in saved.cells]
     assert texts[2] == "Sent lr, name, sizes to the ranks, because the cell above sets parameters there.\n"
-    assert by_rank(texts[3]) == dict.fromkeys(range(2), ["0.5 it's [2, None]"])
+    assert by_rank(texts[3]) == {rank: ["0.5 it's [2, None]"] for rank in range(2)}
     assert texts[5] == "Sent lr to rank 1, because the cell above sets parameters there.\n"
     assert sorted(texts[6].splitlines()) == ["[rank 0] then 0.5", "[rank 1] then 0.3"]
     assert texts[7] == ""
