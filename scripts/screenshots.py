@@ -147,7 +147,7 @@ def _take_all(page: LabPage, folder: Path) -> None:
     )
     _shoot(page, "watch", folder)
     page.page.locator(".axon-watch-stop").click()
-    page.page.locator(".axon-watch-heading", has_text="no cell is running").wait_for()
+    page.page.locator(".axon-watch-heading", has_text="has ended").wait_for()
     page.wait_done(3)
     for i in (4, 5):
         page.run_and_wait(i, limit=120)

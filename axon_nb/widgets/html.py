@@ -282,12 +282,13 @@ def figure(body: str, *, heading: str, beside: str = "") -> str:
     Args:
         body: HTML below the caption.
         heading: Text of the caption.
-        beside: HTML after the caption.
+        beside: HTML below the caption, which is folded with the body.
     """
+    beside = f'<div style="margin:0 0 4px">{beside}</div>' if beside else ""
     return (
         '<figure style="margin:4px 0;overflow-x:auto;font-size:var(--jp-ui-font-size1, 13px);'
         'color:var(--jp-ui-font-color1, inherit)">'
-        f'<figcaption style="margin:0 0 4px"><b>{escape(heading)}</b>{beside}</figcaption>{body}</figure>'
+        f'<figcaption style="margin:0 0 4px"><b>{escape(heading)}</b></figcaption>{beside}{body}</figure>'
     )
 
 

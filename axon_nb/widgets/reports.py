@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _QUOTED = re.compile(r"'(\w[\w.]*)'")
+_NAMED = re.compile(r"\branks? \d[\d,-]*")
 _CALL_AT = re.compile(r"(\w+)(?: \([^)]*\))? at line (\d+)")
 _MAX_PLACES = 2
 _COMMAND = f"{html.CODE};white-space:nowrap;user-select:all"
@@ -194,6 +195,7 @@ def _next_steps(failure: Failure, ranks: Sequence[int]) -> str:
 def variables_html(frame: pd.DataFrame) -> str:
     """Return what `Cluster.variables` has found as a table, without columns that say nothing."""
     columns = {name: [_cell(name, value) for value in frame[name]] for name in frame.columns}
+    columns["ranks"] = list(map(_unbroken, columns["ranks"]))
     return _frame_html({_TITLES.get(name, name): texts for name, texts in columns.items()})
 
 
@@ -211,7 +213,12 @@ def _by_rank(reference: int, rank: str, values: str) -> str:
     short = _shortest(ours), _shortest(theirs)
     if short[0] != short[1]:
         ours, theirs = short
-    return f"rank {reference}: {ours}, rank {rank}: {theirs}"
+    return _unbroken(f"rank {reference}:\u00a0{ours}, rank {rank}:\u00a0{theirs}")
+
+
+def _unbroken(text: str) -> str:
+    """Return text whose ranks, such as ``ranks 2-3``, are not broken between lines."""
+    return _NAMED.sub(lambda named: named[0].replace(" ", "\u00a0").replace("-", "\u2011"), text)
 
 
 def _shortest(text: str) -> str:

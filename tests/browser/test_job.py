@@ -88,7 +88,7 @@ def _is_live(page: LabPage) -> None:
 
 def _stop_by_button(page: LabPage) -> None:
     page.page.locator(".axon-watch-stop").click()
-    page.page.locator(".axon-watch-heading", has_text="no cell is running").wait_for()
+    page.page.locator(".axon-watch-heading", has_text="has ended").wait_for()
     page.wait_until("() => document.querySelector('.axon-watch-stop').disabled")
     # Jupyter does not run a cell that is sent before the one before has failed, and the kernel is through with that.
     page.wait_until(_IDLE)

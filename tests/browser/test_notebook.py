@@ -62,14 +62,15 @@ def test_notebook_7_session(notebook: NotebookPage, notebook_server: NotebookSer
     notebook.wait_text(1, "rank 1 is ready")
     notebook.run_and_wait(2)
     notebook.page.wait_for_selector(".axon-shards tbody tr[data-name]")
-    # Live while the cell runs; the stop button ends it, and pictures stay.
+    # Live while the cell runs; the stop button ends it, and the views stay above a folded picture.
     notebook.run_cell(3)
     notebook.output(3).locator(".axon-strip").wait_for()
     assert notebook.is_running(3)
     notebook.interrupt()
     notebook.wait_done(3)
     notebook.wait_text(3, "stopped.")
-    notebook.output(3).locator("figure img").first.wait_for()
+    notebook.output(3).locator("details.axon-picture:not([open]) img").first.wait_for(state="attached")
+    assert notebook.output(3).locator(".axon-strip").is_visible()
     # Names of ranks are completed.
     notebook.cell(4).locator(".cm-content").click()
     notebook.page.keyboard.press("Control+End")

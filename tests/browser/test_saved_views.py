@@ -6,15 +6,20 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import nbformat
+import pandas as pd
 import pytest
 from nbconvert import HTMLExporter
 
 from axon_nb.cluster.inspection.spans import SpanStore
 from axon_nb.records.spans import Span
+from axon_nb.records.telemetry import Activity, RankState
+from axon_nb.widgets.cell.activity import RankHistory, strip_bundle
 from axon_nb.widgets.html import foldable
+from axon_nb.widgets.reports import difference_html, variables_html
 from axon_nb.widgets.timeline.page import timeline_bundle
 from tests.support.browser.lab_server import LIMIT
 from tests.support.records.saved_views import VIEWS
+from tests.support.records.straggling import straggling_spans
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,6 +98,56 @@ def test_page_with_saved_views_needs_no_network(chromium: Browser, tmp_path: Pat
         if view == "shards":
             cut = "(figure) => figure.scrollWidth - figure.clientWidth"
             assert cells.nth(i).locator("details > figure").evaluate(cut) <= 0, "pictures are cut at 800 px"
+    shown.close()
+
+
+def test_saved_views_are_printed_by_a_dark_browser_that_runs_no_scripts(chromium: Browser, tmp_path: Path) -> None:
+    body, _ = HTMLExporter().from_notebook_node(notebook_with_views())
+    path = tmp_path / "views.html"
+    path.write_text(body, encoding="utf-8")
+    context = chromium.new_context(java_script_enabled=False, offline=True, color_scheme="dark")
+    shown = context.new_page()
+    shown.set_default_timeout(LIMIT * 1000)
+    shown.emulate_media(media="print")
+    shown.goto(path.as_uri(), wait_until="domcontentloaded")
+    cells = shown.locator(".jp-CodeCell")
+    for i, view in enumerate(sorted(VIEWS)):
+        look_at(cells.nth(i), view)
+        muted, ink = cells.nth(i).evaluate(COLORS)
+        paper = shown.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert paper not in (muted, ink), view
+    context.close()
+
+
+WIDER = """() => [...document.querySelectorAll("div, figure")]
+    .filter((node) => node.scrollWidth > node.clientWidth)
+    .map((node) => `${node.scrollWidth} px: ${node.innerText.slice(0, 40)}`)"""
+
+
+def test_saved_tables_fit_a_window_of_800_px(chromium: Browser) -> None:
+    store, histories = SpanStore(), [RankHistory(rank) for rank in range(4)]
+    store.add(span._replace(bytes=1 << 28) for span in straggling_spans(4))
+    for history in histories:
+        for at, activity in enumerate((Activity.RUNNING, Activity.COLLECTIVE, Activity.WAITING, Activity.DONE)):
+            call = "reduce_scatter_tensor" if activity is not Activity.RUNNING else ""
+            history.add(RankState(history.rank, activity, at * 10**9, 5, 12, call), now=12.0 * at + 1, since=12.0 * at)
+    variables = pd.DataFrame({
+        "name": ["model", "batch"], "ranks": ["differs on ranks 2-3", "only on ranks 0-2"], "type": "Linear",
+        "shape": "4,198,400 parameters", "dtype": "bfloat16", "bytes": [1 << 20, 1 << 11], "device": "cuda:0",
+    })  # fmt: skip
+    differences = pd.DataFrame({
+        "part": ["model.weight"], "rank": [3], "differing": [4096], "of": [4096], "first at": ["[0, 0]"],
+        "largest difference": [0.2466], "values": ["-0.0009359 / 0.06441"],
+    })  # fmt: skip
+    parts = [bundle["text/html"] for bundle in (
+        timeline_bundle(store.table(), range(4), title="In [5]"), strip_bundle(histories, title="", end=48.0, lost=0),
+    )]  # fmt: skip
+    shown = chromium.new_page(viewport={"width": 600, "height": 900})  # what a notebook leaves an output
+    tables = [variables_html(variables), difference_html(differences, 0)]
+    shown.set_content(f'<body style="margin:0;font:13px sans-serif">{"".join([*parts, *tables])}')
+    assert shown.evaluate(WIDER) == []
+    answers = shown.locator("table").last.locator("tbody th").inner_text(), shown.get_by_text("differs on").inner_text()
+    assert answers == ("rank\u00a00:\u00a0-0.0009359, rank\u00a03:\u00a00.06441", "differs on ranks\u00a02\u20113")
     shown.close()
 
 

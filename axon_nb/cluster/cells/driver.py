@@ -19,8 +19,8 @@ T = TypeVar("T")
 RunsCell = Callable[..., Awaitable[CellResult]]
 """`Cluster.run_async`, or `Cluster.run` as `awaitable` returns it."""
 
-# Python's signal handlers run between two steps of the main thread: a loop that sleeps longer notices Ctrl-C late.
-_MAX_WAIT_S = 0.05
+_POLL_S = 0.05
+"""How often a caller that has to raise looks whether its ranks have stopped."""
 
 
 async def run_to_completion_async(
@@ -41,7 +41,7 @@ async def run_to_completion_async(
     try:
         interrupts.forward_to(run.interrupt)
         while not run.step():
-            timer = loop.call_later(min(run.poll_interval(), _MAX_WAIT_S), woken.set)
+            timer = loop.call_later(run.poll_interval(), woken.set)
             try:
                 await woken.wait()
             except asyncio.CancelledError:
@@ -57,7 +57,7 @@ async def run_to_completion_async(
         handle = _interrupted(run, finish)
         while not (handle.done() or isinstance(error, GeneratorExit)):
             with contextlib.suppress(asyncio.CancelledError):  # anyio cancels a task again and again
-                await asyncio.sleep(_MAX_WAIT_S)
+                await asyncio.sleep(_POLL_S)
         handle.explain(error)
         raise
     return finish()
@@ -89,7 +89,7 @@ def _step_to_end(run: CellRun) -> None:
     woken = threading.Event()
     run.wake = woken.set
     while not run.step():
-        woken.wait(min(run.poll_interval(), _MAX_WAIT_S))
+        woken.wait(run.poll_interval())
         woken.clear()
 
 

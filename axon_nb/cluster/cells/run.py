@@ -224,6 +224,10 @@ class CellRun:
     def _process(self, event: transitions.Event) -> None:
         with self._lock:
             self.cell, effects = transition(self.cell, event)
+            if (view := self._view) is not None:
+                for effect in effects:
+                    if isinstance(effect, transitions.RankEnded):  # once unlocked, a tick may end the cell
+                        view.rank_ended(effect.rank, effect.activity, effect.at)
         for effect in effects:
             self._perform(effect)
 
@@ -235,9 +239,6 @@ class CellRun:
                 self._show(output, is_late=is_late)
             case transitions.RankDone(rank):
                 self.output.rank_done(rank)
-            case transitions.RankEnded(rank, activity, at):
-                if self._view is not None:
-                    self._view.rank_ended(rank, activity, at)
             case transitions.LateReply(rank):
                 self.on_late_reply(rank)
             case transitions.ResendAbort():

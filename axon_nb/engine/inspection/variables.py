@@ -31,7 +31,7 @@ from axon_nb.engine.values import SCALARS, CannotCompareError, Node, describe, d
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.inspection import LayoutsReply, VariableFacts, VariablePart, VariableTree
 from axon_nb.records.telemetry import Shard
-from axon_nb.records.units import format_bytes
+from axon_nb.records.units import count_of, format_bytes
 from axon_nb.shell.value_pickle import array_device, as_numpy, unpicklable
 from axon_nb.torch_api import torch_api
 
@@ -246,7 +246,7 @@ def _facts(value: Any) -> dict[str, Any]:
             "bytes": sys.getsizeof(value),
         }
     if isinstance(value, (list, tuple, dict, set, frozenset)):
-        return {"shape": f"{len(value)} items", "bytes": sys.getsizeof(value)}
+        return {"shape": count_of(len(value), "item"), "bytes": sys.getsizeof(value)}
     return {}
 
 

@@ -28,7 +28,7 @@ WIDTH = 600
 """Width of a row's picture, in units; nothing shorter than one unit is drawn."""
 _ROW_HEIGHT = 16
 _TITLES = ("", "", "at the end", "running", "in collectives", "longest call")
-_PICTURE = "display:block;width:100%;min-width:200px;max-width:none;height:16px;margin:0"
+_PICTURE = "display:block;width:100%;min-width:90px;max-width:none;height:16px;margin:0"
 _MAX_ROWS = 64
 _MEASURED = (("running", (Activity.RUNNING,)), ("in collectives", (Activity.COLLECTIVE, Activity.WAITING)))
 """Times by name. Samples do not tell a transfer from the wait for the last rank, as a timeline does."""
@@ -394,7 +394,7 @@ def _page_html(histories: Sequence[RankHistory], heading: str, notes: Sequence[s
     rest = f'<td colspan="{len(_TITLES) - 2}" style="{html.CELL}"></td>'
     axis = html.table_row(f'<td style="{html.CELL}"></td><td style="{html.CELL}">{html.time_axis(end)}</td>{rest}')
     rows = [*(_page_row(history, end) for history in histories), axis]
-    ranks = html.table(_TITLES, rows, style=html.table_style(widths=(720, 1200)))
+    ranks = html.table(_TITLES, rows, style=html.table_style(widths=(480, 1200)))
     return html.figure(f"{ranks}{html.note_lines(notes)}", heading=heading, beside=_legend(histories))
 
 
@@ -404,15 +404,12 @@ def _legend(histories: Sequence[RankHistory]) -> str:
 
 
 def _page_row(history: RankHistory, end: float) -> str:
-    cells = (
-        end_text(history, end),
-        *(_total(history, activities) for _, activities in _MEASURED),
-        _longest_wait(history),
-    )
+    cells = (end_text(history, end), *(_total(history, activities) for _, activities in _MEASURED))
     text = f"rank {history.rank}: {_summary(history, end)}"
     return html.table_row(
         html.row_title(f"rank {history.rank}"),
-        f'<td style="{html.CELL};width:45%"><img alt="{escape(text)}" src="{html.svg_uri(row_svg(history, end))}" '
+        f'<td style="{html.CELL};width:99%"><img alt="{escape(text)}" src="{html.svg_uri(row_svg(history, end))}" '
         f'width="{WIDTH}" height="16" style="{_PICTURE}"></td>',
         html.data_cells(cells),
+        html.data_cells([_longest_wait(history)], html.WRAPPED_CELL),
     )

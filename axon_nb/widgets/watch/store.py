@@ -44,7 +44,7 @@ class Point(NamedTuple):
     high: float
 
 
-class _Bucket(NamedTuple):
+class _Bucket(Struct):
     """What is merged into one point: all of it, and what the ranks logged at the last of its steps."""
 
     low: float
@@ -54,6 +54,18 @@ class _Bucket(NamedTuple):
     step: float
     last_total: float
     last_count: int
+
+    def merge(self, new: _Bucket) -> None:
+        """Add another one; called for each value, so that it compares instead of calling `min` and `max`."""
+        self.low = min(self.low, new.low)
+        self.high = max(self.high, new.high)
+        self.total += new.total
+        self.size += new.size
+        if new.step > self.step:
+            self.step, self.last_total, self.last_count = new.step, new.last_total, new.last_count
+        elif new.step == self.step:
+            self.last_total += new.last_total
+            self.last_count += new.last_count
 
 
 class Series:
@@ -73,8 +85,8 @@ class Series:
 
     def add(self, rank: int, step: float, value: float) -> None:
         """Add one value; one that is not finite is noted separately."""
-        _, before = self.latest.get(rank, (step, value))
-        if rank not in self.latest or step >= self.latest[rank][0]:
+        last, before = self.latest.get(rank, (step, value))
+        if step >= last:
             self.latest[rank] = (step, value)
         if not math.isfinite(value):
             self.not_finite.setdefault(rank, step)
@@ -86,14 +98,9 @@ class Series:
             self._double_stride()
 
     def _merge(self, index: int, new: _Bucket) -> None:
-        old = self._points.get(index)
-        if old is not None:
-            low, high = min(old.low, new.low), max(old.high, new.high)
-            last = max(old, new, key=lambda bucket: bucket.step)[4:]
-            if old.step == new.step:
-                last = (new.step, old.last_total + new.last_total, old.last_count + new.last_count)
-            new = _Bucket(low, old.total + new.total, high, old.size + new.size, *last)
-        self._points[index] = new
+        old = self._points.setdefault(index, new)
+        if old is not new:
+            old.merge(new)
 
     def _double_stride(self) -> None:
         old, self._points = self._points, {}
@@ -351,7 +358,9 @@ class JobStore:
         self._begun = self._clock
 
     def _add_row(self, rank: int, row: MetricRow) -> None:
-        run = next((run for run in self.logged if run.number == row.run), None)
+        run: Run | None = self.logged[-1]
+        if run.number != row.run:
+            run = next((run for run in self.logged if run.number == row.run), None)
         if run is None and not self.metrics:
             run = self.logged[-1]
             run.number = row.run
@@ -364,10 +373,13 @@ class JobStore:
                 return
             run = self.logged[-1]
         for name, value in row.values.items():
-            if name not in run.series and len(run.series) >= _MAX_NAMES:
-                self._omitted_names.add(name)
-                continue
-            run.series.setdefault(name, Series(name)).add(rank, row.step, value)
+            series = run.series.get(name)
+            if series is None:
+                if len(run.series) >= _MAX_NAMES:
+                    self._omitted_names.add(name)
+                    continue
+                series = run.series[name] = Series(name)
+            series.add(rank, row.step, value)
 
     def _add_vitals(self, rank: int, report: JobReport) -> None:
         if report.steps_per_s is not None:

@@ -228,7 +228,8 @@ def heading(store: JobStore) -> str:
 def context(store: JobStore) -> str:
     """Return text such as ``In [5] · 4 ranks · 394 items/s``."""
     count = len(store.rows())
-    parts = [f"In [{store.cell}]" if store.cell else "a cell" if store.cell == 0 else "no cell is running"]
+    ended = f"In [{store.last_cell}] has ended" if store.last_cell else "no cell is running"
+    parts = [f"In [{store.cell}]" if store.cell else "a cell" if store.cell == 0 else ended]
     parts.append(f"{count} rank{'' if count == 1 else 's'}")
     if store.items_per_s is not None:
         parts.append(f"{format_rate(store.items_per_s)} items/s")

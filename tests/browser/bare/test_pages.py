@@ -60,11 +60,12 @@ def strip_message() -> bytes:
     return encode(histories, Clock(now=2.0, lost=0, finished=False), starts=[0, 0])
 
 
-def timeline_message() -> bytes:
-    """Two ranks with a forward and a collective each."""
+def timeline_message(*, number: int = 7, is_last: bool = False) -> bytes:
+    """Two ranks with a forward and a collective each; with another forward at the end."""
     store = SpanStore()
     for rank in range(2):
         store.add([Span(rank, "forward", "GPT", 0, 10**9), Span(rank, "collective", "all_reduce", 10**9, 2 * 10**9)])
+        store.add([Span(rank, "forward", "GPT", 3 * 10**9, 4 * 10**9)] * is_last)
     table = store.table()
     header = {
         "labels": [[SPAN_CODES[kind], name, group] for kind, name, group in table.labels],
@@ -73,10 +74,10 @@ def timeline_message() -> bytes:
         "oldest": 0,
         "dropped": 0,
         "lost": 0,
-        "now": 2.0,
-        "number": 7,
-        "focus": [0.0, 2.0],
-        "finished": False,
+        "now": 4.0,
+        "number": number,
+        "focus": [0.0, 4.0],
+        "finished": is_last,
         "restart": True,
     }
     return pack(table, header, origin_ns=0)
@@ -147,6 +148,30 @@ def test_message_view_draws_replies_and_closes(chromium: Browser, tmp_path: Path
     canvas.press("Home")
     page.wait_for_function(f"(marked) => {{ {view} return from === 0 && to > 3 * marked; }}", arg=marked)
     assert page.evaluate("end()") == 0
+    assert errors == []
+    page.close()
+
+
+OVERVIEW = """(at) => {
+    const canvas = document.querySelector('.axon-timeline-overview');
+    const [x, y] = [Math.round(at * canvas.width), Math.round(canvas.height / 2)];
+    const pixel = (x) => String(canvas.getContext('2d').getImageData(x, y, 1, 1).data);
+    return pixel(x) !== pixel(Math.round(0.625 * canvas.width));  // there is nothing at 2.5 s
+}"""
+
+
+def test_overview_of_a_cell_has_its_end(chromium: Browser, tmp_path: Path) -> None:
+    config: Any = {"ranks": [0, 1], "title": "In [1]", "paints": paints_for_page()}
+    traits = {"config": config, "tools": script("timeline/tools/tools"), "snapshot": None}
+    page, errors = open_page(chromium, tmp_path, "timeline", traits)
+    page.locator(".axon-timeline").wait_for()
+    running, ended = (
+        base64.b64encode(timeline_message(number=1 + is_last, is_last=is_last)).decode() for is_last in (False, True)
+    )
+    page.evaluate("(text) => append(text)", running)
+    page.wait_for_function(OVERVIEW, arg=0.125)
+    page.evaluate("([running, ended]) => { append(running); append(ended); }", [running, ended])
+    page.wait_for_function(OVERVIEW, arg=0.875, timeout=10_000)
     assert errors == []
     page.close()
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.resources import files
+from threading import Thread
 from typing import Any, cast
 
 import jsonschema
@@ -27,9 +28,10 @@ from axon_nb.cluster.output import CellOutput
 from axon_nb.cluster.output.sinks import RecordingSink
 from axon_nb.cluster.rpc import Answer
 from axon_nb.errors import CellError, CellInterrupt
-from axon_nb.records.protocol.cells import AbortReply, AbortRequest, CellEnd, CellOutcome
+from axon_nb.records.protocol.cells import AbortLocation, AbortReply, AbortRequest, CellEnd, CellOutcome
 from axon_nb.records.protocol.inspection import WaitsReply
 from axon_nb.records.protocol.wire import REPLY, Request, encode
+from axon_nb.records.telemetry import Activity
 from axon_nb.records.waits import PeerCall, PendingCall, RankWaits
 
 OK, RAISED = CellOutcome("ok"), CellOutcome("error", "ValueError", "bad", end=CellEnd(calls=1))
@@ -403,6 +405,32 @@ def test_interrupt_after_the_last_step_counts() -> None:
     assert run.interrupted_at is None
     run.interrupt()
     assert run.interrupted_at is not None
+
+
+class SlowView:
+    """While it notes how the cell ended on a rank, another thread steps the cell."""
+
+    run: CellRun
+    was_over = True
+
+    def flush(self) -> None:
+        """Nothing is shown."""
+
+    def rank_ended(self, rank: int, activity: Activity, at: AbortLocation | None) -> None:
+        stepping = Thread(target=self.run.step)
+        stepping.start()
+        stepping.join(0.5)
+        self.was_over = self.run.cell.state is State.DONE
+
+
+def test_cell_is_over_only_when_its_view_knows_how_the_last_rank_ended() -> None:
+    ranks, view = cast("Any", Ranks()), SlowView()
+    run = CellRun(ranks, [0], CellOutput([0], RecordingSink()), AbortController(ranks, [0]), view=view)
+    view.run = run
+    run.on_outcome(0, CellOutcome("ok", end=CellEnd(outputs=0)))
+    assert not view.was_over
+    while not run.step():
+        time.sleep(0.01)
 
 
 @dataclass

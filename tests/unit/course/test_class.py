@@ -71,6 +71,7 @@ def test_result_shows_a_line_per_property(monkeypatch: pytest.MonkeyPatch) -> No
     assert "each rank's own mean" in text
     assert "each rank&#x27;s own mean" in page
     assert "<script" not in page
+    assert ">hint(&quot;1.1&quot;)</code>" in page
 
 
 @pytest.mark.usefixtures("folder")
@@ -161,7 +162,8 @@ def test_progress_counts_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     check("1.1")
     assert repr(progress()).startswith("1 of ")
     assert "1 ●○○" in repr(progress())
-    assert "data:image/svg+xml" in progress()._repr_html_()
+    heights = re.findall(r'src="data:image/svg\+xml;base64,[^"]+" height="(\d+)"', progress()._repr_html_())
+    assert set(heights) == {"16"}, "as high as it is drawn, and no number is within it"
 
 
 @pytest.mark.usefixtures("folder")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+from html import escape
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,6 +24,7 @@ from axon_course.replays import Replay, replay_curve, replay_schedule
 from axon_course.trials import Trial
 from axon_nb.errors import UsageError
 from axon_nb.records.spans import Span
+from axon_nb.widgets.html import prose
 from scripts.build_course import SOURCES, stub
 
 EXERCISES = {exercise.id: exercise for exercise in all_exercises()}
@@ -78,6 +81,9 @@ def test_wrong_answer_is_refused_with_its_sentence(path: Path) -> None:
     assert not result.passed
     assert not result.not_yet
     assert text.splitlines()[0].removeprefix(REFUSED) in repr(result)
+    page, said = result._repr_html_(), next(line.sentence for line in result.lines if line.sentence)
+    assert page.index(prose(result.mistake)) < page.index(escape(said)), "the sentence that helps comes first"
+    assert not re.search(r"\[(?:-?\d*\.\d+, ){3}", said), "of a tensor at most three numbers"
 
 
 @pytest.mark.parametrize("exercise_id", EXERCISES)

@@ -180,6 +180,17 @@ def test_commands_in_advice_are_code() -> None:
     assert "not &lt;2&gt;." in page
 
 
+def test_first_differences_say_each_fact_once() -> None:
+    report = Finding("0", "Linear", "the output", "forward", 0, (1,), 0.1, 2.3e-05, "", "No usual cause fits.")
+    words = Words(comparison_bundle(Verdict(report, {"the outputs": (4, 1)}, (), ()))["text/html"]).text
+    text = " ".join(words)
+    assert text.startswith("All ranks compared with one rank First difference: the output of 0 (Linear).")
+    assert "rounding explains 2e-05 at most" in text
+    assert text.count("No usual cause fits.") == text.count("rank 1") == text.count("cause") == 1
+    words = Words(divergence_bundle(NumbersVerdict(DIFFERS, 4, (0, 1, 2), 4))["text/html"]).text
+    assert "".join(words).count("0.bias") == 1
+
+
 def test_curves_keep_the_scale_of_the_runs_that_stay_finite() -> None:
     def run(value: str, *losses: float) -> Branch:
         return Branch(value, "ok", curves={"loss": tuple(enumerate(losses))})

@@ -20,6 +20,7 @@ from axon_nb.records.colors import KINDS
 from axon_nb.records.telemetry import Activity, RankState
 from axon_nb.widgets import RankStrip
 from axon_nb.widgets.cell.activity import SILENCE_S, WIDTH, LongestWait, RankHistory, row_svg, strip_bundle
+from axon_nb.widgets.html import foldable
 from tests.support.kernel import Kernel
 
 RUNNING, COLLECTIVE, WAITING, DONE = Activity.RUNNING, Activity.COLLECTIVE, Activity.WAITING, Activity.DONE
@@ -325,6 +326,8 @@ def test_html_pictures_are_self_contained() -> None:
         assert kind == "data:image/svg+xml;base64"
         assert ET.fromstring(base64.b64decode(content)).tag == f"{SVG}svg"
     assert not re.search(r'(src|href)="(?!data:)', html)
+    (caption,) = re.findall("<summary>(.*?)</summary>", foldable(html))
+    assert caption == "<b>Activity, &lt;In [1]&gt;, 1 rank, 5.0 s</b>", "a fold has no legend"
 
 
 def test_picture_is_to_scale() -> None:

@@ -265,7 +265,7 @@ def test_saved_timeline_marks_steps() -> None:
 
 def test_empty_timeline_is_described() -> None:
     bundle = timeline_bundle(SpanStore().table(), [0], title="")
-    assert bundle["text/plain"].splitlines() == ["Timeline, 1 rank, 0.00 s", "  rank 0: no span", NOTHING_YET]
+    assert bundle["text/plain"].splitlines() == ["Timeline, 1 rank", "  rank 0: no span", NOTHING_YET]
     empty = summarize(SpanStore().table())
     assert page_facts(empty, [0])["facts"]["notes"] == [NOTHING_YET]
     assert page_facts(empty, [0], running=True)["facts"]["notes"] == [], "the first spans may be on their way"

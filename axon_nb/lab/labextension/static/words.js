@@ -50,7 +50,7 @@ export function isPaused(status) {
 export function shortState(state) {
   const [, who, seconds] = state.match(/^waiting in .* for (.+), for ([\d.]+) s$/) ?? [];
   if (!who) return unbroken(state);
-  return unbroken(`waits for ${who} · ${Number(seconds) < 10 ? seconds : Math.round(Number(seconds))} s`);
+  return unbroken(`waits for ${who} ·\u00a0${Number(seconds) < 10 ? seconds : Math.round(Number(seconds))} s`);
 }
 
 /**

@@ -74,7 +74,9 @@ export class Overview {
     this.whole = whole;
     const columns = Math.round(width);
     const key = `${this.store.updates} ${whole.from} ${whole.to} ${columns} ${selection.shown.join("")}`;
-    if (key !== this.#drawnFor && performance.now() - this.#drawnAt >= REFRESH_MS) {
+    // What is skipped is drawn when time moves on, and after the end it does not.
+    const isDue = this.store.finished || performance.now() - this.#drawnAt >= REFRESH_MS;
+    if (key !== this.#drawnFor && isDue) {
       [this.#drawnFor, this.#drawnAt] = [key, performance.now()];
       this.#shares = columnShares(this.store, { ...selection, ...whole, width: columns, derived: this.derived });
     }

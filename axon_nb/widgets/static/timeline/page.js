@@ -174,8 +174,9 @@ export function showStatus(parts, { store, range: { from, to }, found, ranks, is
   const who = `${ranks.length} rank${ranks.length === 1 ? "" : "s"}`;
   const missing = parts.filter.value || !isRunning(store) ? "nothing matches here" : "reading …";
   const none = spans && !found ? ` · ${missing}` : "";
+  const time = spans ? ` · ${formatDuration(to - from)}` : "";
   const cell = store.cell && !isRunning(store) ? `${store.cell} · ` : "";
-  setText(parts.elapsed, `${cell}${who} · ${formatDuration(to - from)}${none}`);
+  setText(parts.elapsed, `${cell}${who}${time}${none}`);
   setText(parts.losses, losses(store));
   const { canvas } = parts;
   const label = `Timeline of ${who}. Plus and minus zoom, left and right move, up and down choose a row, n and p go from span to span, Enter pins a span, Home shows the last cell, a everything.`;
