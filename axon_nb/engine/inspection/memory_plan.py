@@ -31,6 +31,7 @@ from axon_nb.parallel.data.sharded_model import ShardedModel
 from axon_nb.parallel.memory import FSDPMemoryStats, OptimizerKind, ShardingStrategy, model_states
 from axon_nb.plan.errors import CaptureError
 from axon_nb.plan.skeleton import capture, inner_model, is_recomputed, plain_class
+from axon_nb.plan.tracing.subject import stacked_experts
 from axon_nb.records.memory import WITH_MOMENTUM, MemorySetup, MemoryUse, changed
 from axon_nb.records.protocol.inspection import ModelFacts, PlanReply
 from axon_nb.torch_api import torch_api
@@ -286,7 +287,15 @@ def describe_model(
         inputs,
         "tokens" if isinstance(inner, loaded_class(*_GPT)) else "mean",
         tuple(notes),
+        axes=("ep",) * bool(stacked_experts(inner)) + ("cp",) * _takes_tokens(inputs),
     )
+
+
+def _takes_tokens(inputs: list[Any] | None) -> bool:
+    """Whether the inputs are whole numbers by sample and position, and what has the same two dimensions."""
+    tensors = [value for value in inputs or () if isinstance(value, dict)]
+    shapes = {tuple(value["shape"][:2]) for value in tensors}
+    return len(shapes) == 1 and len(tensors[0]["shape"]) == 2 and tensors[0]["dtype"] in ("int32", "int64")
 
 
 def _forward_module(module: nn.Module) -> nn.Module:
@@ -449,7 +458,7 @@ def _estimate_states(
     estimate = plan.memory(
         plan.CapturedModel("model", factory),
         **setup.plan_options(facts.setup, facts.optimizer_options),
-        inputs=plan.TensorSpec((1,)),  # nothing runs
+        inputs=plan.TensorSpec(("seq",)),  # nothing runs
         device=session.device.type,
         fragmentation=0.0,
         method="closed_form",
