@@ -67,10 +67,9 @@ def estimate(
     Returns:
         The estimate, None if there is no formula; and a sentence about what limits it, empty if nothing does.
     """
-    kind = _kind(optimizers)
     try:
         zero1 = next((item for item in optimizers if type(item).__name__ == "ZeroRedundancyOptimizer"), None)
-        parts = [_of_module(module, kind, zero1) for module in modules]
+        parts = [_of_module(module, _kinds(module, optimizers), zero1) for module in modules]
     except Exception as error:  # such as a custom optimizer that cannot be instantiated
         return None, f"No estimate: {type(error).__name__}: {error}"
     if not parts or None in parts:
@@ -115,6 +114,20 @@ def _kind(optimizers: list[Optimizer]) -> OptimizerKind | None:
     return None if not optimizers else OptimizerKind(type(_inner_optimizer(optimizers[0])), _options(optimizers[0]))
 
 
+def _kinds(module: nn.Module, optimizers: list[Optimizer]) -> OptimizerKind | list[OptimizerKind] | None:
+    """The optimizer of each parameter if there are several, such as Muon for matrices and AdamW for the rest."""
+    if len(optimizers) < 2:
+        return _kind(optimizers)
+    kinds = [OptimizerKind(type(_inner_optimizer(one)), _options(one)) for one in optimizers]
+    held = {
+        id(parameter): kind
+        for one, kind in zip(optimizers, kinds, strict=True)
+        for group in one.param_groups
+        for parameter in group["params"]
+    }
+    return [held.get(id(parameter), kinds[0]) for parameter in module.parameters()]
+
+
 def _inner_optimizer(optimizer: Optimizer) -> Optimizer:
     inner: Optimizer = getattr(optimizer, "optim", optimizer)
     return inner
@@ -125,7 +138,9 @@ def _options(optimizer: Optimizer) -> dict[str, object]:
     return {name: defaults[name] for name in ("amsgrad", "momentum", "centered") if name in defaults}
 
 
-def _of_module(module: torch.nn.Module, kind: OptimizerKind | None, zero1: Any) -> FSDPMemoryStats | None:
+def _of_module(
+    module: torch.nn.Module, kind: OptimizerKind | list[OptimizerKind] | None, zero1: Any
+) -> FSDPMemoryStats | None:
     if isinstance(module, ShardedModel):  # it knows its unsharded shapes
         return module.memory_estimate(optimizer=kind)
     parameters: list[Any] = list(module.parameters())

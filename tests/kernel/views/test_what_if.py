@@ -23,7 +23,7 @@ MODELS = """%%distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from axon_nb.parallel import DDP, FSDP, ColumnParallelLinear, Parallel3D, Pipeline, ShardingStrategy, make_mesh
+from axon_nb.parallel import DDP, FSDP, ColumnParallelLinear, Muon, Parallel3D, Pipeline, ShardingStrategy, make_mesh
 from axon_nb.parallel import checkpoint_blocks
 from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
 class T_Net(nn.Module):  # of the cell: another process knows it only as it is sent
@@ -48,6 +48,10 @@ class T_Experts(nn.Module):
     def forward(self, x):
         return x @ self.up[0]
 t_experts = T_Experts()
+t_two = T_Net()
+fully_shard(t_two)
+t_muon = Muon([t_two.up.weight, t_two.down.weight])
+t_biases = torch.optim.AdamW([t_two.up.bias, t_two.down.bias])
 t_hybrid = T_Net()
 _ = fully_shard(t_hybrid, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 t_again = GPT(GPTConfig(blocks=2))
@@ -177,6 +181,7 @@ def test_formula_estimate_is_immediate(ready: Kernel) -> None:
 
 
 def test_experts_and_sequences_can_be_shared_by_ranks(ready: Kernel) -> None:
+    reported(ready, "t_plan('t_gpt')")  # the next call is recorded
     ready.ok("%%distributed --quiet\nt_train()")
     facts = reported(ready, "t_plan('t_gpt', asked={'cp': 2, 'batch': 4})")
     assert facts["facts"]["axes"] == ["cp"]
@@ -194,6 +199,17 @@ def test_experts_and_sequences_can_be_shared_by_ranks(ready: Kernel) -> None:
     assert experts["states"]["parameters"] == 8 * 16 * 4
     refused = reported(ready, "t_plan('t_experts', asked={'ep': 2, 'world_size': 3})")["refused"]
     assert refused == "3 ranks with ep=2: the number must be a multiple of 2."
+
+
+def test_each_parameter_has_the_states_of_its_own_optimizer(ready: Kernel) -> None:
+    ready.ok("%%distributed --quiet\nt_two(torch.ones(2, 64)).sum().backward()\nt_muon.step()\nt_biases.step()")
+    asked = "request_memory(current.require('test').state, ['t_two', 't_muon', 't_biases'])"
+    for rank in range(4):
+        estimated, held = (
+            reported(ready, f"{asked}.{what}[{rank}].by_role['optimizer']") for what in ("estimated", "measured")
+        )
+        assert estimated == (64 * 128 * 2 + 2 * (128 + 64)) * 4 // 4
+        assert 0 <= held - estimated < 100, "AdamW counts its steps, too"
 
 
 def test_unplannable_model_reports_cause(ready: Kernel) -> None:
