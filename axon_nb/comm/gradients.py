@@ -52,11 +52,16 @@ class GradientBucket:
         return self.num_elements + gradient.numel() <= self.capacity
 
     def add(self, gradient: torch.Tensor) -> bool:
-        """Add one gradient. Returns False, and adds nothing, if a non-empty bucket has no room for it.
+        """Add one gradient, of a DTensor this rank's part.
+
+        Returns False, and adds nothing, if a non-empty bucket has no room for it.
 
         Raises:
             TensorError: the dtype or device differs from those in the bucket, or the gradient is sparse.
         """
+        gradient = gradient.detach()
+        if (local := getattr(gradient, "to_local", None)) is not None:
+            gradient = local()
         if gradient.layout is not torch.strided:
             raise TensorError(f"buckets need dense gradients; got layout {gradient.layout}. Use to_dense().")
         if self._gradients:
@@ -68,7 +73,7 @@ class GradientBucket:
                 )
             if not self.fits(gradient):
                 return False
-        self._gradients.append(gradient.detach())
+        self._gradients.append(gradient)
         self._flat = None
         return True
 
@@ -123,7 +128,8 @@ def sync_gradients(
 
     Args:
         gradients: Tensors, or parameters, whose `.grad` is used. None and parameters without a gradient are skipped,
-            so every rank must have gradients for the same ones.
+            so every rank must have gradients for the same ones. Of DTensors, the ranks' parts are averaged: the ranks
+            of `group` must hold the same part.
         group: The participating ranks; None means all.
         bucket_elements: Elements per bucket.
 

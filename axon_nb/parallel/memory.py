@@ -135,7 +135,7 @@ def model_states(
     rank: int = 0,
     states_per_param: float | None = None,
     state_dtype: torch.dtype | None = None,
-    optimizer: OptimizerKind | None = None,
+    optimizer: OptimizerKind | Sequence[OptimizerKind] | None = None,
     cpu_offload: CPUOffload = CPUOffload.NONE,
     owned: Collection[int] | None = None,
     device_type: str = "cuda",
@@ -151,7 +151,7 @@ def model_states(
         states_per_param: Elements of optimizer state per parameter element: Adam 2, SGD 1 with momentum and 0 without.
             None: determined from `optimizer`.
         state_dtype: dtype of the optimizer state; None means that of the parameter.
-        optimizer: The optimizer, used if `states_per_param` is None; None means Adam.
+        optimizer: The optimizer, or that of each parameter, used if `states_per_param` is None; None means Adam.
         cpu_offload: What is kept in host memory.
         owned: The parameters whose states are on this rank, for OPTIMIZER_STATE; None: see
             `partition_parameters`.
@@ -172,14 +172,16 @@ def model_states(
     if zero1 and owned is None:
         owned = partition_parameters([math.prod(shape) for shape, _, _ in table], world_size)[rank]
     num_parts = 1 if zero1 or strategy is ShardingStrategy.NO_SHARD else num_shards
-    kinds = {(dtype, trained) for _, dtype, trained in table}
-    widths = {kind: _state_bytes(*kind, states_per_param, state_dtype, optimizer) for kind in kinds}
+    known = optimizer if isinstance(optimizer, Sequence) else [optimizer] * len(table)
+    kinds = [(dtype, trained, id(one)) for (_, dtype, trained), one in zip(table, known, strict=True)]
+    made = dict(zip(kinds, known, strict=True))
+    widths = {kind: _state_bytes(*kind[:2], states_per_param, state_dtype, one) for kind, one in made.items()}
     copied = cpu_offload is CPUOffload.FULL and device_type != "cpu"  # without the padding
     params = grads = states = unsharded = 0
     for number, (shape, dtype, trained) in enumerate(table):
         elements = math.prod(shape)
         padded, held = _rows(shape, num_parts, rank if num_parts > 1 else 0)
-        width = widths[dtype, trained]
+        width = widths[kinds[number]]
         params += padded * dtype.itemsize
         grads += trained * (held if copied else padded) * dtype.itemsize
         states += round(held * width) if owned is None or number in owned else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -32,6 +33,8 @@ _NUMBERS = {
     "pp": "pipeline-parallel ranks",
     "tp": "tensor-parallel ranks",
     "num_microbatches": "microbatches",
+    "ep": "ranks that share the experts",
+    "cp": "ranks that share a sequence",
 }
 _MAX = 1_000_000
 WITH_MOMENTUM = "sgd with momentum"
@@ -104,6 +107,10 @@ class MemorySetup(Struct, frozen=True):
     """Tensor-parallel size."""
     num_microbatches: int = 1
     """Microbatches per batch of a rank, in a pipeline."""
+    ep: int = 1
+    """Ranks that share one copy of the experts."""
+    cp: int = 1
+    """Ranks that share a sequence."""
 
     @property
     def optimizer_arguments(self) -> tuple[str, dict[str, Any]]:
@@ -136,8 +143,8 @@ class MemorySetup(Struct, frozen=True):
         Raises:
             UsageError: the sizes do not fit the number of ranks.
         """
-        within = self.pp * self.tp
-        if within > 1:
+        within = {axis: size for axis in ("pp", "ep", "cp", "tp") if (size := getattr(self, axis)) > 1}
+        if within:
             return self._axes(within)
         if self.strategy != "hybrid_shard":
             return {"dp": self.world_size}
@@ -151,16 +158,14 @@ class MemorySetup(Struct, frozen=True):
             )
         return {"replicate": self.world_size // self.shard, "shard": self.shard}
 
-    def _axes(self, within: int) -> dict[str, int]:
+    def _axes(self, within: dict[str, int]) -> dict[str, int]:
         if self.strategy == "hybrid_shard":
-            raise UsageError("hybrid_shard cannot be combined with pp or tp: use full_shard.")
-        if self.world_size % within:
-            raise UsageError(
-                f"{self.world_size} ranks with pp={self.pp} and tp={self.tp}: the number must be a multiple of "
-                f"{within}."
-            )
-        axes = {"pp": self.pp, "dp": self.world_size // within, "tp": self.tp}
-        return {axis: size for axis, size in axes.items() if size > 1 or axis == "dp"}
+            raise UsageError(f"hybrid_shard cannot be combined with {' or '.join(within)}: use full_shard.")
+        size = math.prod(within.values())
+        if self.world_size % size:
+            named = " and ".join(f"{axis}={ranks}" for axis, ranks in within.items())
+            raise UsageError(f"{self.world_size} ranks with {named}: the number must be a multiple of {size}.")
+        return {"dp": self.world_size // size, **within}
 
 
 def changed(setup: MemorySetup, updates: Mapping[str, Any]) -> MemorySetup:
@@ -236,6 +241,8 @@ class WhatIfState(Struct, frozen=True):
     """Why there is no prediction, as a sentence."""
     notes: tuple[str, ...] = ()
     """What is unknown about the model."""
+    axes: tuple[str, ...] = ()
+    """Which of ``ep`` and ``cp`` the model can be asked about."""
 
 
 class LazyFunction(Struct, frozen=True):

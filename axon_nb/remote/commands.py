@@ -208,6 +208,20 @@ def _plan_arguments(parser: CommandParser) -> None:
     parser.add_argument("--memory", type=float, default=None, metavar="GIB", help="GiB per GPU (default: the card's)")
     parser.add_argument("--context", type=int, default=2048, metavar="N", help="tokens in a sample (default: 2048)")
     parser.add_argument("--batch", type=int, default=None, metavar="N", help="samples per step (default: 2 per GPU)")
+    parser.add_argument(
+        "--max-ep",
+        type=int,
+        default=None,
+        metavar="N",
+        help="most ranks that share the experts (default: all that can)",
+    )
+    parser.add_argument(
+        "--max-cp",
+        type=int,
+        default=None,
+        metavar="N",
+        help="most ranks that share a sequence (default: as many as leave each 4,096 tokens)",
+    )
     parser.add_argument("--top", type=int, default=5, metavar="N", help="how many layouts (default: 5)")
     _common(parser)
 
@@ -221,6 +235,8 @@ def _plan(options: argparse.Namespace) -> int:
         memory_gib=options.memory,
         context=options.context,
         global_batch=options.batch,
+        max_ep=options.max_ep,
+        max_cp=options.max_cp,
         top=options.top,
     )
     return _print(options, reply)
@@ -289,6 +305,8 @@ def plan_layouts(
     memory_gib: float | None = None,
     context: int = 2048,
     global_batch: int | None = None,
+    max_ep: int | None = None,
+    max_cp: int | None = None,
     top: int = 5,
 ) -> dict[str, Any]:
     """Rank the layouts of a model's training step in bfloat16 with AdamW.
@@ -300,6 +318,8 @@ def plan_layouts(
         memory_gib: GiB per GPU; None: the card's.
         context: Tokens in a sample.
         global_batch: Samples per step over all GPUs; None: two per GPU.
+        max_ep: As in `plan.search`.
+        max_cp: As in `plan.search`.
         top: How many layouts to return.
 
     Raises:
@@ -312,7 +332,7 @@ def plan_layouts(
         raise UsageError(f"--card {card}: must be one of {', '.join(CARDS)}.")
     size = SIZES.get(model.lower())
     source: Any = model
-    options: dict[str, Any] = {"seq": context}
+    options: dict[str, Any] = {"seq": context, "max_ep": max_ep, "max_cp": max_cp}
     if size is not None:
         from axon_nb.parallel.models import GPTConfig
 

@@ -170,8 +170,9 @@ def test_agent_exports_a_notebook_and_plans_a_model(owner: Owner) -> None:
     async def task(ask: Ask) -> None:
         script = await ask("export", notebook=str(ROOT / "examples" / "01_quickstart.ipynb"))
         assert "init_process_group" in script["script"]
-        planned = await ask("plan", model="7B", ranks=64, card="a100", top=2)
+        planned = await ask("plan", model="7B", ranks=64, card="a100", top=2, max_cp=1)
         assert planned["fits"] is True
+        assert (planned["layouts"][0]["ep"], planned["layouts"][0]["cp"]) == (1, 1)
         assert planned["layouts"][0]["dp"] * planned["layouts"][0]["tp"] * planned["layouts"][0]["pp"] == 64
         assert 16 < planned["layouts"][0]["memory_gib"] < 80
         assert "card" in (await ask("plan", model="125m", ranks=4, card="voodoo"))["error"]["message"]

@@ -181,12 +181,14 @@ def plan_options(setup: MemorySetup, facts: ModelFacts, spec: Any) -> dict[str, 
         facts: What the rank reported about the model.
         spec: `axon_nb.plan.TensorSpec`.
     """
-    inputs = [_input(value, facts.setup.batch, spec) for value in facts.inputs or ()]
+    is_split = setup.cp > 1
+    inputs = [_input(value, facts.setup.batch, spec, is_split) for value in facts.inputs or ()]
     tokens = facts.loss == "tokens"
     checkpointed = HasClassName(facts.blocks) if facts.blocks else True
     return {
         **setup.plan_options(facts.setup, facts.optimizer_options),
         "inputs": tuple(inputs),
+        "seq": (facts.inputs or [])[0]["shape"][1] if is_split else None,
         # Torch's schedules split a target into microbatches, whatever the loss does with it.
         "target": inputs[0] if tokens or setup.pp > 1 else None,
         "loss": LazyFunction("axon_nb.parallel.models", "next_byte_loss") if tokens else None,
@@ -200,10 +202,11 @@ def plan_options(setup: MemorySetup, facts: ModelFacts, spec: Any) -> dict[str, 
     }
 
 
-def _input(value: Any, batch: int, spec: Any) -> Any:
+def _input(value: Any, batch: int, spec: Any, is_split: bool) -> Any:
     if not isinstance(value, dict):
         return value
     first, *rest = value["shape"] or [None]
+    rest[:1] = ["seq"] * bool(rest) if is_split else rest[:1]
     shape = () if first is None else ("batch" if first == batch else first, *rest)
     return spec(shape, value["dtype"])
 
@@ -380,7 +383,7 @@ def _about_model(facts: ModelFacts | None) -> dict[str, Any]:
     """Return the fields of a `WhatIfState` that describe the model."""
     if facts is None:
         return {"as_is": None, "notes": ()}
-    return {"as_is": facts.setup, "is_trained_so": facts.is_trained_so, "notes": facts.notes}
+    return {"as_is": facts.setup, "is_trained_so": facts.is_trained_so, "notes": facts.notes, "axes": facts.axes}
 
 
 def _sentence(error: Exception) -> str:

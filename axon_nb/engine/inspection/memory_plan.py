@@ -31,6 +31,7 @@ from axon_nb.parallel.data.sharded_model import ShardedModel
 from axon_nb.parallel.memory import FSDPMemoryStats, OptimizerKind, ShardingStrategy, model_states
 from axon_nb.plan.errors import CaptureError
 from axon_nb.plan.skeleton import capture, inner_model, is_recomputed, plain_class
+from axon_nb.plan.tracing.subject import stacked_experts
 from axon_nb.records.memory import WITH_MOMENTUM, MemorySetup, MemoryUse, changed
 from axon_nb.records.protocol.inspection import ModelFacts, PlanReply
 from axon_nb.torch_api import torch_api
@@ -66,10 +67,9 @@ def estimate(
     Returns:
         The estimate, None if there is no formula; and a sentence about what limits it, empty if nothing does.
     """
-    kind = _kind(optimizers)
     try:
         zero1 = next((item for item in optimizers if type(item).__name__ == "ZeroRedundancyOptimizer"), None)
-        parts = [_of_module(module, kind, zero1) for module in modules]
+        parts = [_of_module(module, _kinds(module, optimizers), zero1) for module in modules]
     except Exception as error:  # such as a custom optimizer that cannot be instantiated
         return None, f"No estimate: {type(error).__name__}: {error}"
     if not parts or None in parts:
@@ -114,6 +114,20 @@ def _kind(optimizers: list[Optimizer]) -> OptimizerKind | None:
     return None if not optimizers else OptimizerKind(type(_inner_optimizer(optimizers[0])), _options(optimizers[0]))
 
 
+def _kinds(module: nn.Module, optimizers: list[Optimizer]) -> OptimizerKind | list[OptimizerKind] | None:
+    """The optimizer of each parameter if there are several, such as Muon for matrices and AdamW for the rest."""
+    if len(optimizers) < 2:
+        return _kind(optimizers)
+    kinds = [OptimizerKind(type(_inner_optimizer(one)), _options(one)) for one in optimizers]
+    held = {
+        id(parameter): kind
+        for one, kind in zip(optimizers, kinds, strict=True)
+        for group in one.param_groups
+        for parameter in group["params"]
+    }
+    return [held.get(id(parameter), kinds[0]) for parameter in module.parameters()]
+
+
 def _inner_optimizer(optimizer: Optimizer) -> Optimizer:
     inner: Optimizer = getattr(optimizer, "optim", optimizer)
     return inner
@@ -124,7 +138,9 @@ def _options(optimizer: Optimizer) -> dict[str, object]:
     return {name: defaults[name] for name in ("amsgrad", "momentum", "centered") if name in defaults}
 
 
-def _of_module(module: torch.nn.Module, kind: OptimizerKind | None, zero1: Any) -> FSDPMemoryStats | None:
+def _of_module(
+    module: torch.nn.Module, kind: OptimizerKind | list[OptimizerKind] | None, zero1: Any
+) -> FSDPMemoryStats | None:
     if isinstance(module, ShardedModel):  # it knows its unsharded shapes
         return module.memory_estimate(optimizer=kind)
     parameters: list[Any] = list(module.parameters())
@@ -286,7 +302,15 @@ def describe_model(
         inputs,
         "tokens" if isinstance(inner, loaded_class(*_GPT)) else "mean",
         tuple(notes),
+        axes=("ep",) * bool(stacked_experts(inner)) + ("cp",) * _takes_tokens(inputs),
     )
+
+
+def _takes_tokens(inputs: list[Any] | None) -> bool:
+    """Whether the inputs are whole numbers by sample and position, and what has the same two dimensions."""
+    tensors = [value for value in inputs or () if isinstance(value, dict)]
+    shapes = {tuple(value["shape"][:2]) for value in tensors}
+    return len(shapes) == 1 and len(tensors[0]["shape"]) == 2 and tensors[0]["dtype"] in ("int32", "int64")
 
 
 def _forward_module(module: nn.Module) -> nn.Module:
@@ -449,7 +473,7 @@ def _estimate_states(
     estimate = plan.memory(
         plan.CapturedModel("model", factory),
         **setup.plan_options(facts.setup, facts.optimizer_options),
-        inputs=plan.TensorSpec((1,)),  # nothing runs
+        inputs=plan.TensorSpec(("seq",)),  # nothing runs
         device=session.device.type,
         fragmentation=0.0,
         method="closed_form",

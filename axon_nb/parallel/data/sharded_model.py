@@ -10,7 +10,7 @@ import functools
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -156,18 +156,18 @@ class ShardedModel(nn.Module):
     def memory_estimate(
         self,
         *,
-        optimizer: OptimizerKind | Callable[..., Optimizer] | None = None,
+        optimizer: OptimizerKind | Sequence[OptimizerKind] | Callable[..., Optimizer] | None = None,
         states_per_param: float | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> FSDPMemoryStats:
         """Estimate the model states on this rank by formula; see `model_states`.
 
         Args:
-            optimizer: The optimizer; None: the one created by `optimizer`, or else Adam.
+            optimizer: The optimizer, or that of each parameter; None: the one created by `optimizer`, or else Adam.
             states_per_param: Elements of state per parameter element; None: determined from the optimizer.
             state_dtype: dtype of the states; None: determined from the optimizer.
         """
-        kind = optimizer if optimizer is None or isinstance(optimizer, OptimizerKind) else OptimizerKind(optimizer)
+        kind = OptimizerKind(optimizer) if callable(optimizer) else optimizer
         return model_states(
             self._shapes,
             self.strategy,

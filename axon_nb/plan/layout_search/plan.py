@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.plan.display import Shown, Table, format_ms, plotly_figure, state_paint, unit_for
+from axon_nb.plan.layout_search.meshes import mesh_axes
 from axon_nb.records.units import format_bytes
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ NEAR = 0.2
 """Four of five published steps are predicted within this fraction: docs/plan_published.md."""
 _SHOWN_FITTING, _SHOWN_REJECTED = 12, 8
 _TICKS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5)]
-_HEAD = ("dp", "tp", "pp", "strategy", "microbatches", "checkpointing", "step, ms", "memory, {}", "reason")
+_HEAD = ("strategy", "microbatches", "checkpointing", "step, ms", "memory, {}", "reason")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,15 @@ class Candidate:
     """Why it is rejected; empty: it fits."""
     simulated: bool = False
     """Whether its memory is simulated instead of estimated."""
+    ep: int = 1
+    """Ranks that share one copy of the experts; they have different samples."""
+    cp: int = 1
+    """Ranks that share a sequence."""
+
+    @property
+    def num_sharers(self) -> int:
+        """Ranks over which gradients are averaged."""
+        return self.dp * self.ep * self.cp
 
     @property
     def fits(self) -> bool:
@@ -64,9 +74,9 @@ class Candidate:
             global_batch: Samples per step over all ranks.
         """
         options: dict[str, Any] = {
-            "mesh": {"pp": self.pp, "dp": self.dp, "tp": self.tp},
+            "mesh": mesh_axes(self),
             "strategy": self.strategy or "full_shard",
-            "batch": global_batch // self.dp,
+            "batch": global_batch // (self.dp * self.ep),
             "activation_checkpointing": True if self.activation_checkpointing else None,
         }
         return options | ({"num_microbatches": self.num_microbatches} if self.pp > 1 else {})
@@ -78,6 +88,8 @@ class Candidate:
             "dp": self.dp,
             "tp": self.tp,
             "pp": self.pp,
+            "ep": self.ep,
+            "cp": self.cp,
             "strategy": self.strategy,
             "num_microbatches": self.num_microbatches,
             "activation_checkpointing": self.activation_checkpointing,
@@ -119,8 +131,8 @@ class SearchPlan(Shown):
     def to_frame(self) -> pd.DataFrame:
         """One row per layout, the best first.
 
-        Columns: dp, tp, pp, strategy, num_microbatches, activation_checkpointing, step_ms, memory_gib, fits, reason,
-        simulated. Impossible layouts have neither time nor memory.
+        Columns: dp, tp, pp, ep, cp, strategy, num_microbatches, activation_checkpointing, step_ms, memory_gib, fits,
+        reason, simulated. Impossible layouts have neither time nor memory.
         """
         import pandas as pd
 
@@ -194,12 +206,12 @@ class SearchPlan(Shown):
 
     def _table(self) -> Table:
         unit = unit_for(c.memory_bytes for c in self._shown())
+        tried = [axis for axis in ("ep", "cp") if any(getattr(c, axis) > 1 for c in self.candidates)]
+        axes = ("dp", "tp", "pp", *tried)
         rows: list[tuple[str, ...]] = [
             (
-                str(c.dp),
-                str(c.tp),
-                str(c.pp),
-                c.strategy if c.dp > 1 else "",
+                *(str(getattr(c, axis)) for axis in axes),
+                c.strategy if c.num_sharers > 1 else "",
                 str(c.num_microbatches) if c.memory else "",
                 "yes" if c.activation_checkpointing else "",
                 format_ms(c.step_s) if c.memory else "",
@@ -208,12 +220,13 @@ class SearchPlan(Shown):
             )
             for c in self._shown()
         ]
-        return self._summary(), [name.format(unit.name) for name in _HEAD], rows, self.notes
+        return self._summary(), [*axes, *(name.format(unit.name) for name in _HEAD)], rows, self.notes
 
 
 def _describe(one: Candidate) -> str:
-    parts = [f"{name} {size}" for name, size in (("dp", one.dp), ("tp", one.tp), ("pp", one.pp)) if size > 1]
-    if one.dp > 1:
+    sizes = [(axis, getattr(one, axis)) for axis in ("dp", "ep", "cp", "tp", "pp")]
+    parts = [f"{axis} {size}" for axis, size in sizes if size > 1]
+    if one.num_sharers > 1:
         parts.append(one.strategy)
     if one.pp > 1:
         parts.append(f"{one.num_microbatches} microbatches")

@@ -7,6 +7,7 @@ formula and the rest from a traced step: fast enough to rank hundreds of layouts
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,12 +36,20 @@ from axon_nb.plan.display import format_flops
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.plan import MemoryPlan, MemoryRequest
 from axon_nb.plan.hardware import CARDS, FITTED, Link, Rates, resolve_links, resolve_rates
+from axon_nb.plan.layout_search.meshes import AxisLimits, CandidateMesh, candidate_meshes, divisors
 from axon_nb.plan.layout_search.plan import Candidate, SearchPlan
 from axon_nb.plan.models import check_model, dtype_name, model_by_name
 from axon_nb.plan.pipeline import SchedulePlan
 from axon_nb.plan.process import run_in_process
 from axon_nb.plan.timing import pipeline_schedule, predict_step
-from axon_nb.plan.tracing.subject import ModelSource, owner, pipeline_parts, resolve_dtype, resolve_optimizer
+from axon_nb.plan.tracing.subject import (
+    ModelSource,
+    owner,
+    pipeline_parts,
+    resolve_dtype,
+    resolve_optimizer,
+    stacked_experts,
+)
 from axon_nb.plan.tracing.trace import ModelTrace, TraceInterpolator
 from axon_nb.plan.traffic.communication import ParallelLayout, traffic_of
 from axon_nb.plan.traffic.parallelism import LocalTensor
@@ -49,8 +58,8 @@ from axon_nb.records.units import format_bytes
 _GIB = 1024.0**3
 _NODE = 8
 """GPUs per NVLink domain, for defaults."""
-_MICROBATCHES_PER_RANK = (1, 2, 4, 8)
-"""Numbers of microbatches to try, as multiples of the pipeline's ranks."""
+MIN_POSITIONS = 4096
+"""Fewest positions of a sample that a search leaves to each rank along ``cp``: below it other axes suffice."""
 MemoryEstimator = Callable[[ParallelLayout], dict[str, int]]
 """Returns bytes by part of the rank that needs most."""
 DIVIDED = ("column", "heads")
@@ -68,8 +77,8 @@ def estimate_memory(layout: ParallelLayout) -> dict[str, int]:
     - ``gradients``: the largest unit's before and during reduction, and of what is in no unit; all gradients of
       pipeline stages, until the last microbatch; DDP's buckets.
     - ``activations``: what forward saves of a rank's batch; with activation checkpointing, the inputs of the equal
-      blocks, the largest block's activations, and what is outside. Divided by ``tp`` where it shards; a pipeline counts
-      its live microbatches.
+      blocks, the largest block's activations, and what is outside. Divided by ``tp`` where it shards, and by ``cp``; a
+      pipeline counts its live microbatches.
     - ``temporary``: a gradient of the size of the largest output.
     - ``fragmentation``: an allowance on GPUs.
     """
@@ -111,29 +120,33 @@ class _CachedOptimizerKind(OptimizerKind):
 def _states(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> int:
     make = layout.optimizer or torch.optim.AdamW
     kind: OptimizerKind = layout.trace.cached(("states of", make), lambda: _CachedOptimizerKind(make))
-    is_replicated = layout.strategy == "ddp"
-    states = model_states(
-        [(p.shape, p.dtype, p.requires_grad) for p in parameters],
-        ShardingStrategy.NO_SHARD if is_replicated else ShardingStrategy(layout.strategy),
-        world_size=layout.gradient_group()[1],
-        optimizer=kind,
+    strategy = ShardingStrategy.NO_SHARD if layout.strategy == "ddp" else ShardingStrategy(layout.strategy)
+    return sum(
+        model_states(
+            [(p.shape, p.dtype, p.requires_grad) for p in parameters if p.is_expert is experts],
+            strategy,
+            world_size=layout.gradient_group(experts=experts)[1],
+            optimizer=kind,
+        ).total_bytes
+        for experts in (False, True)
     )
-    return states.total_bytes
 
 
 def _unsharded(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> tuple[int, int]:
     """Bytes of unsharded parameters, and of their gradients on top of the model states."""
-    num_ranks = layout.gradient_group()[1]
+    num_ranks = {experts: layout.gradient_group(experts=experts)[1] for experts in (False, True)}
     if layout.strategy in UNSHARDED:
         cast = sum(p.elements * layout.mixed_precision.itemsize for p in parameters) if layout.mixed_precision else 0
-        return cast, sum(p.nbytes for p in parameters if p.has_grad) if num_ranks > 1 else 0
-    if num_ranks == 1 and layout.mixed_precision is None:
-        return 0, 0
+        return cast, sum(p.nbytes for p in parameters if p.has_grad and num_ranks[p.is_expert] > 1)
     units: dict[str, int] = {}
     trained: dict[str, int] = {}
     reduced: dict[str, int] = {}
     for p in parameters:
-        name, computed = owner(p.name, layout.units), (layout.mixed_precision or p.dtype).itemsize
+        if num_ranks[p.is_expert] == 1 and layout.mixed_precision is None:
+            continue
+        # Ranks along ep share experts with others than the rest of their block: a unit of their own.
+        name = f"{owner(p.name, layout.units)}{' experts' * p.is_expert}"
+        computed = (layout.mixed_precision or p.dtype).itemsize
         units[name] = units.get(name, 0) + p.elements * computed
         if p.has_grad:
             trained[name] = trained.get(name, 0) + p.elements * computed
@@ -173,7 +186,7 @@ def _on_rank(layout: ParallelLayout, path: str, pp_rank: int) -> bool:
 def _activations(layout: ParallelLayout, pp_rank: int) -> int:
     trace, stages = layout.trace, layout.stages
     saved = {keeper: size for keeper, size in _saved(layout).items() if _on_rank(layout, keeper, pp_rank)}
-    parts = sum(saved.values()), 0
+    parts: tuple[int, ...] = sum(saved.values()), 0
     if layout.activation_checkpointing:
         inside: dict[str, int] = {}
         for keeper, size in saved.items():
@@ -183,6 +196,7 @@ def _activations(layout: ParallelLayout, pp_rank: int) -> int:
         # Each block's input, as large as its output, is all that is kept of it.
         kept = sum(sum(fact.nbytes for fact in trace.outputs.get(name, ())) for name in inside)
         parts = outside + kept, max(inside.values(), default=0)
+    parts = tuple(size // layout.size("cp") for size in parts)
     if stages is None:
         return sum(parts)
     live = trace.cached(
@@ -200,7 +214,7 @@ def _activations(layout: ParallelLayout, pp_rank: int) -> int:
 
 def _temporary(layout: ParallelLayout, pp_rank: int) -> int:
     sizes = [
-        fact.nbytes // (layout.size("tp") if layout.divides_part(name) else 1)
+        fact.nbytes // layout.size("cp") // (layout.size("tp") if layout.divides_part(name) else 1)
         for name, facts in layout.trace.outputs.items()
         if _on_rank(layout, name, pp_rank)
         for fact in facts
@@ -318,6 +332,8 @@ def search(
     strategies: Sequence[Any] | str = ("ddp", "shard_grad_op", "full_shard"),
     schedule: PipelineSchedule | str = PipelineSchedule.ONE_F_ONE_B,
     max_tp: int = _NODE,
+    max_ep: int | None = None,
+    max_cp: int | None = None,
     overlap: float = 1.0,
     simulate: int = 0,
     progress: Callable[[float, str], None] | None = None,
@@ -330,8 +346,8 @@ def search(
         plan.search(make, 16, 40, global_batch=256, inputs=TensorSpec(("batch", 3, 224, 224)), rates="a100",
                     links={"tp": "nvlink3", "all": "ib-hdr"}, mixed_precision="bfloat16", simulate=1)
 
-    A layout is (dp, tp, pp, strategy, number of microbatches, activation checkpointing). The model takes two or three
-    steps on tensors without data; the rest is arithmetic.
+    A layout is (dp, ep, cp, tp, pp, strategy, number of microbatches, activation checkpointing). The model takes two or
+    three steps on tensors without data; the rest is arithmetic.
 
     Args:
         model: The same as in `communication`. Pipelines need a Sequential, or a model with a plan for stages or equal
@@ -339,9 +355,9 @@ def search(
         num_gpus: Number of ranks; all are used.
         memory_gib: GiB of memory per GPU.
         rates: The same as in `step_time`; None: an H100's, in TF32 without `mixed_precision`.
-        links: The same as in `communication`, for the axes ``dp``, ``tp`` and ``pp``. None: hosts of 8 H100, with
-            NVLink 4 inside and one InfiniBand NDR port per GPU.
-        global_batch: Samples per step over all ranks, divisible by dp; None: two per GPU.
+        links: The same as in `communication`, for the axes ``dp``, ``tp`` and ``pp``, and ``ep`` and ``cp`` where they
+            are tried. None: hosts of 8 H100, with NVLink 4 inside and one InfiniBand NDR port per GPU.
+        global_batch: Samples per step over all ranks, divisible by dp x ep; None: two per GPU.
         seq: Tokens in a sample.
         inputs: The model's inputs, where ``"batch"`` stands for one rank's samples: ``TensorSpec(("batch", 1024))``.
             Not needed with a GPTConfig.
@@ -353,6 +369,10 @@ def search(
         strategies: One or more, for the data axis; pipeline stages use shard_grad_op.
         schedule: Pipeline schedule.
         max_tp: Largest number of ranks along ``tp``, such as the GPUs of a node.
+        max_ep: Largest number of ranks along ``ep``. None: as many as divide the experts of each layer; models without
+            experts have no such axis.
+        max_cp: Largest number of ranks along ``cp``, which must divide the sequence of a model with attention. None: as
+            many as leave each rank 4,096 positions.
         overlap: The same as in `step_time`.
         simulate: Simulate the memory of this many of the best layouts, until those at the top are known to fit; a few
             seconds each, in a separate process. 0: all memory is estimated.
@@ -365,7 +385,8 @@ def search(
         SimulatorError: the simulator process failed.
         PlanCancelledError: `cancel` was set.
     """
-    _check(num_gpus, memory_gib, global_batch, overlap, seq=seq, max_tp=max_tp, simulate=simulate)
+    whole = {"seq": seq, "max_tp": max_tp, "max_ep": max_ep, "max_cp": max_cp, "simulate": simulate}
+    _check(num_gpus, memory_gib, global_batch, overlap, **whole)
     check_callable("loss", loss, "of the output (and the target, if there is one) to a scalar")
     check_callbacks(progress, cancel)
     samples = 2 * num_gpus if global_batch is None else global_batch
@@ -380,16 +401,19 @@ def search(
     )
     traces = TraceInterpolator(source, make, dtype)
     candidates: list[Candidate] = []
-    for mesh in candidate_meshes(int(num_gpus), int(samples), max_tp=max_tp):
+    most = {"tp": max_tp, "ep": max_ep, "cp": max_cp}
+    limits = _limits(traces, int(samples), int(num_gpus), most)
+    for mesh in candidate_meshes(int(num_gpus), int(samples), limits):
         if mesh.reason:
-            candidates.append(Candidate(mesh.dp, mesh.tp, mesh.pp, reason=mesh.reason))
+            candidates.append(Candidate(mesh.dp, mesh.tp, mesh.pp, reason=mesh.reason, ep=mesh.ep, cp=mesh.cp))
         else:
-            candidates += evaluator.candidates(mesh, samples // mesh.dp, traces.at(samples // mesh.dp), estimate)
+            own = samples // (mesh.dp * mesh.ep)
+            candidates += evaluator.candidates(mesh, own, traces.at(own), estimate)
     each = f"{memory_gib:g} GiB" if memory_gib >= 1 else format_bytes(round(memory_gib * _GIB))
     plan = SearchPlan(
         f"{num_gpus} GPUs of {each}, {samples} samples per step",
         tuple(sorted(candidates, key=lambda one: one.sort_key)),
-        (*traces.units(wrap), *_stages(candidates, traces.first), *evaluator.notes(int(num_gpus))),
+        (*traces.units(wrap), *_stages(candidates, traces.first), *evaluator.notes(int(num_gpus), limits)),
         int(samples),
         round(memory_gib * _GIB),
     )
@@ -407,7 +431,7 @@ def _check(num_gpus: Any, memory_gib: Any, global_batch: Any, overlap: Any, **wh
         check_int("global_batch", global_batch, what="samples over all ranks")
     check_number("overlap", overlap, rule="a fraction from 0 (nothing is hidden) to 1", most=1.0)
     for name, value in whole.items():
-        if value is not None or name != "seq":
+        if value is not None or name not in ("seq", "max_ep", "max_cp"):
             check_int(name, value, least=0 if name == "simulate" else 1)
 
 
@@ -459,7 +483,7 @@ class _Evaluator(Struct, frozen=True):
         """
         reported = set()
         for count in mesh.num_microbatches:
-            plain = Candidate(mesh.dp, mesh.tp, mesh.pp, "", count)
+            plain = Candidate(mesh.dp, mesh.tp, mesh.pp, "", count, ep=mesh.ep, cp=mesh.cp)
             try:
                 base = self._layout(mesh, batch, count, trace)
                 reason = "tp shards no layer of this model" if mesh.tp > 1 and not base.styles else ""
@@ -475,7 +499,7 @@ class _Evaluator(Struct, frozen=True):
         return ParallelLayout(
             replace(self.source, batch=batch),
             mesh.axes,
-            self._strategies(mesh.pp, mesh.dp)[0],
+            self._strategies(mesh.pp, mesh.dp * mesh.ep * mesh.cp)[0],
             mixed_precision=self.dtype,
             wrap=self.wrap if mesh.pp == 1 else None,
             schedule=self.schedule,
@@ -484,16 +508,18 @@ class _Evaluator(Struct, frozen=True):
             known_trace=trace,
         )
 
-    def _strategies(self, pp: int, dp: int) -> Sequence[str]:
+    def _strategies(self, pp: int, num_sharers: int) -> Sequence[str]:
         """Strategies to try; a single data rank shards nothing."""
         if pp > 1:
             return ("shard_grad_op",)
-        return self.strategies if dp > 1 else ("full_shard",)
+        return self.strategies if num_sharers > 1 else ("full_shard",)
 
     def _evaluated(self, plain: Candidate, base: ParallelLayout, estimate: MemoryEstimator) -> Iterator[Candidate]:
         for activation_checkpointing in (False, True):
             plan: SchedulePlan | None = None
-            for strategy in self._strategies(plain.pp, plain.dp):
+            for strategy in self._strategies(plain.pp, plain.num_sharers):
+                if strategy == "optimizer_state" and plain.ep > 1:
+                    continue  # `plan.memory` refuses it
                 layout = replace(base, strategy=strategy, activation_checkpointing=activation_checkpointing)
                 traffic = traffic_of(layout, self.links)
                 if layout.stages is not None and plan is None:
@@ -502,7 +528,7 @@ class _Evaluator(Struct, frozen=True):
                 one = replace(plain, strategy=strategy, activation_checkpointing=activation_checkpointing)
                 yield one.with_result(estimate(layout), step.total_s, self.limit)
 
-    def notes(self, num_gpus: int) -> Iterator[str]:
+    def notes(self, num_gpus: int, limits: AxisLimits) -> Iterator[str]:
         """Yield the assumptions behind the numbers."""
         computed = "the model's own dtype" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         yield f"rates ({self.rates.source}): {format_flops(self.rates.flops_per_s)}; computed in {computed}"
@@ -513,12 +539,14 @@ class _Evaluator(Struct, frozen=True):
                 f"{card.port} per GPU at {FITTED.network:.0%}"
             )
         else:
-            links = resolve_links(self.links, dict.fromkeys(("dp", "tp", "pp"), num_gpus))
+            links = resolve_links(self.links, dict.fromkeys(("dp", "tp", "pp", *limits.shared), num_gpus))
             axes: dict[str, list[str]] = {}
             for axis, link in links.items():
                 axes.setdefault(str(link), []).append(axis)
             for text, names in axes.items():
                 yield f"{', '.join(names)}: {text}"
+        if "ep" in limits.shared:
+            yield "every expert gets as many tokens; ranks along ep also have different samples"
         yield f"pipelines run {self.schedule.value}; their stages use shard_grad_op"
         yield ZERO_2
         yield (
@@ -527,50 +555,21 @@ class _Evaluator(Struct, frozen=True):
         )
 
 
-class CandidateMesh(Struct, frozen=True):
-    """Ranks along three axes."""
-
-    dp: int
-    tp: int
-    pp: int
-    num_microbatches: tuple[int, ...] = (1,)
-    """Numbers of microbatches to try."""
-    reason: str = ""
-    """Why the batch cannot be split in this way; empty: it can be."""
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Size by axis; the last one varies fastest."""
-        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
-
-
-def candidate_meshes(num_gpus: int, batch: int, *, max_tp: int) -> Iterator[CandidateMesh]:
-    """Yield all meshes of a number of GPUs.
+def _limits(traces: TraceInterpolator, samples: int, num_gpus: int, most: dict[str, int | None]) -> AxisLimits:
+    """Return the sizes that a model allows: ``ep`` with experts, ``cp`` with attention over a sequence.
 
     Args:
+        traces: Traces of the model.
+        samples: Per step over all ranks.
         num_gpus: Ranks.
-        batch: Samples per step over all ranks.
-        max_tp: Largest number of ranks along ``tp``.
+        most: Largest number of ranks along each axis, as in `search`.
     """
-    for tp in _divisors(num_gpus, max_tp):
-        for pp in _divisors(num_gpus // tp, num_gpus // tp):
-            yield _mesh(num_gpus // tp // pp, tp, pp, batch)
-
-
-def _mesh(dp: int, tp: int, pp: int, batch: int) -> CandidateMesh:
-    own, rest = divmod(batch, dp)
-    if rest:
-        return CandidateMesh(dp, tp, pp, reason=f"global_batch={batch} is not divisible by dp={dp}")
-    if pp == 1:
-        return CandidateMesh(dp, tp, pp)
-    counts = tuple(times * pp for times in _MICROBATCHES_PER_RANK if own % (times * pp) == 0)
-    if not counts:
-        samples = f"{own} sample{'s' if own > 1 else ''}"
-        return CandidateMesh(
-            dp, tp, pp, reason=f"a rank's batch of {samples} cannot be split into a multiple of pp={pp} microbatches"
-        )
-    return CandidateMesh(dp, tp, pp, counts)
-
-
-def _divisors(number: int, largest: int) -> list[int]:
-    return [n for n in range(1, min(number, largest) + 1) if number % n == 0]
+    trace = traces.at(samples // math.gcd(samples, num_gpus))
+    experts = set(stacked_experts(trace.model).values())
+    positions = traces.source.positions if trace.attention else 0
+    most_cp = positions // MIN_POSITIONS if most["cp"] is None else most["cp"]
+    return AxisLimits(
+        most["tp"] or num_gpus,
+        tuple(divisors(math.gcd(num_gpus, *experts), most["ep"] or num_gpus)) if experts else (1,),
+        tuple(divisors(math.gcd(num_gpus, positions), max(1, most_cp))) if positions else (1,),
+    )

@@ -82,6 +82,15 @@ class ModelSource:
         """Build the model with data, to run and measure it."""
         return self._subject(None)
 
+    @property
+    def positions(self) -> int:
+        """Positions of a sample that ranks can share; 0: the inputs do not say which dimension they are."""
+        if isinstance(self.model, GPTConfig):
+            return self.seq or self.model.context
+        if isinstance(self.model, HuggingFaceModel) and self.inputs is None:
+            return self.model.seq(self.seq)
+        return self.seq or 0 if "seq" in str(self.inputs) else 0
+
     def fake(self, mode: FakeTensorMode) -> BuiltModel:
         """Build the model on fake tensors.
 

@@ -226,7 +226,7 @@ class TraceInterpolator:
     def __init__(
         self, source: ModelSource, optimizer: Callable[..., Optimizer] | None, dtype: torch.dtype | None
     ) -> None:
-        self._source, self._optimizer, self._dtype = source, optimizer, dtype
+        self.source, self._optimizer, self._dtype = source, optimizer, dtype
         self._made: dict[int, ModelTrace] = {}
         self._ends: list[int] = []
 
@@ -264,7 +264,7 @@ class TraceInterpolator:
     def _traced(self, batch: int) -> ModelTrace:
         first = self.first
         trace = trace_model(
-            replace(self._source, batch=batch), optimizer=None if first else self._optimizer, dtype=self._dtype
+            replace(self.source, batch=batch), optimizer=None if first else self._optimizer, dtype=self._dtype
         )
         if not trace.has_inputs:
             raise UsageError(

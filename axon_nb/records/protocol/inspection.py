@@ -384,6 +384,9 @@ class ModelFacts(Struct, frozen=True):
     """How layers are sharded, if they are: styles by name pattern."""
     device: str = "cpu"
     """Type of the rank's device."""
+    axes: tuple[str, ...] = ()
+    """``ep`` if the model has experts; ``cp`` if its inputs are tokens, whose first dimensions are samples and
+    positions."""
 
 
 class PlanReply(Struct, frozen=True):

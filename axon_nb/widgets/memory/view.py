@@ -68,6 +68,8 @@ _LABELS = {
     "pp": "pipeline ranks",
     "tp": "tensor-parallel ranks",
     "num_microbatches": "microbatches",
+    "ep": "expert-parallel ranks",
+    "cp": "context-parallel ranks",
 }
 _PIPELINE_FIELDS = ("pp", "tp", "num_microbatches")
 _FAR = 20
@@ -97,7 +99,7 @@ def what_if_content(state: WhatIfState, capacity: int | None) -> dict[str, Any]:
     bars = prediction_bars(state, capacity)
     scale = _what_if_scale(state, capacity)
     return {
-        "fields": [] if state.as_is is None or setup is None else _what_if_fields(state.as_is, setup),
+        "fields": [] if state.as_is is None or setup is None else _what_if_fields(state, state.as_is, setup),
         "proposed": state.as_is is not None and not state.is_trained_so,
         "doing": state.doing,
         "share": state.share,
@@ -113,10 +115,12 @@ def what_if_content(state: WhatIfState, capacity: int | None) -> dict[str, Any]:
     }
 
 
-def _what_if_fields(current: MemorySetup, proposed: MemorySetup) -> list[dict[str, Any]]:
+def _what_if_fields(state: WhatIfState, current: MemorySetup, proposed: MemorySetup) -> list[dict[str, Any]]:
     controls = []
     for name in MemorySetup.__struct_fields__:
         if name in _PIPELINE_FIELDS and current.pp == 1:
+            continue
+        if name in ("ep", "cp") and name not in state.axes:
             continue
         now, value = getattr(current, name), getattr(proposed, name)
         control = {"name": name, "label": _LABELS[name], "current": now, "value": value}
@@ -197,6 +201,8 @@ def describe_setup(setup: MemorySetup) -> str:
         parts[0] += f", {setup.shard} per replica"
     parts[0] += f", {setup.pp} per pipeline" if setup.pp > 1 else ""
     parts[0] += f", {setup.tp} per layer" if setup.tp > 1 else ""
+    parts[0] += f", {setup.ep} per copy of the experts" if setup.ep > 1 else ""
+    parts[0] += f", {setup.cp} per sequence" if setup.cp > 1 else ""
     parts += [f"{setup.num_microbatches} microbatches"] if setup.pp > 1 else []
     parts += [setup.dtype] if setup.dtype else []
     parts += [f"computing in {setup.mixed_precision}"] if setup.mixed_precision else []

@@ -23,7 +23,7 @@ MODELS = """%%distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from axon_nb.parallel import DDP, FSDP, ColumnParallelLinear, Parallel3D, Pipeline, ShardingStrategy, make_mesh
+from axon_nb.parallel import DDP, FSDP, ColumnParallelLinear, Muon, Parallel3D, Pipeline, ShardingStrategy, make_mesh
 from axon_nb.parallel import checkpoint_blocks
 from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
 class T_Net(nn.Module):  # of the cell: another process knows it only as it is sent
@@ -40,6 +40,18 @@ fully_shard(t_net.up, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 _ = fully_shard(t_net, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 t_steps_of_net = torch.optim.SGD(t_net.parameters(), lr=0.1, momentum=0.9)
 t_ddp = DDP(T_Net())
+class T_Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_experts = 4
+        self.up = nn.Parameter(torch.zeros(4, 8, 16))
+    def forward(self, x):
+        return x @ self.up[0]
+t_experts = T_Experts()
+t_two = T_Net()
+fully_shard(t_two)
+t_muon = Muon([t_two.up.weight, t_two.down.weight])
+t_biases = torch.optim.AdamW([t_two.up.bias, t_two.down.bias])
 t_hybrid = T_Net()
 _ = fully_shard(t_hybrid, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 t_again = GPT(GPTConfig(blocks=2))
@@ -166,6 +178,38 @@ def test_formula_estimate_is_immediate(ready: Kernel) -> None:
     on_eight = {"world_size": 8, "strategy": "full_shard", "optimizer": "sgd"}
     eight = reported(ready, f"t_plan('t_ddp', asked={on_eight})")["states"]
     assert eight == {"parameters": own // 8, "gradients": own // 8}
+
+
+def test_experts_and_sequences_can_be_shared_by_ranks(ready: Kernel) -> None:
+    reported(ready, "t_plan('t_gpt')")  # the next call is recorded
+    ready.ok("%%distributed --quiet\nt_train()")
+    facts = reported(ready, "t_plan('t_gpt', asked={'cp': 2, 'batch': 4})")
+    assert facts["facts"]["axes"] == ["cp"]
+    assert facts["states"] == reported(ready, "t_plan('t_gpt')")["states"], "four ranks share the states in either way"
+    simulated = "from axon_nb import plan\nfrom axon_nb.cluster.inspection.memory import plan_options"
+    simulated += "\ndef t_simulated(**asked):\n    request_plan(current.require('test').state, ['t_gpt'], asked, '')"
+    simulated += "\n    found = request_plan(current.require('test').state, ['t_gpt'], asked, '')"
+    simulated += "\n    options = plan_options(found.setup, found.facts, plan.TensorSpec)"
+    simulated += "\n    return plan.memory(plan.CapturedModel('model', found.model), **options).worst.peak.activations"
+    ready.ok(simulated)
+    whole, half = (reported(ready, f"t_simulated(cp={cp}, batch=64, world_size=2)") for cp in (1, 2))
+    assert 0.4 < half / whole < 0.6
+    experts = reported(ready, "t_plan('t_experts', asked={'ep': 4, 'strategy': 'ddp'})")
+    assert experts["facts"]["axes"] == ["ep"]
+    assert experts["states"]["parameters"] == 8 * 16 * 4
+    refused = reported(ready, "t_plan('t_experts', asked={'ep': 2, 'world_size': 3})")["refused"]
+    assert refused == "3 ranks with ep=2: the number must be a multiple of 2."
+
+
+def test_each_parameter_has_the_states_of_its_own_optimizer(ready: Kernel) -> None:
+    ready.ok("%%distributed --quiet\nt_two(torch.ones(2, 64)).sum().backward()\nt_muon.step()\nt_biases.step()")
+    asked = "request_memory(current.require('test').state, ['t_two', 't_muon', 't_biases'])"
+    for rank in range(4):
+        estimated, held = (
+            reported(ready, f"{asked}.{what}[{rank}].by_role['optimizer']") for what in ("estimated", "measured")
+        )
+        assert estimated == (64 * 128 * 2 + 2 * (128 + 64)) * 4 // 4
+        assert 0 <= held - estimated < 100, "AdamW counts its steps, too"
 
 
 def test_unplannable_model_reports_cause(ready: Kernel) -> None:

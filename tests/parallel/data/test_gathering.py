@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import axon_nb
 from axon_nb.comm import World
 from axon_nb.errors import UsageError
 from axon_nb.parallel import FSDP, ShardingStrategy, make_mesh
@@ -30,6 +31,29 @@ def _odd(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     """5 rows, of which 2 ranks have 3 and 2, and one row, which only rank 0 has."""
     torch.manual_seed(6)
     return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).to(dtype)
+
+
+def test_accumulation_gathers_parameters_once_where_asked() -> None:
+    def work(world: World, keeps: bool) -> Any:
+        torch.manual_seed(0)
+        model = FSDP(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), strategy=ShardingStrategy.SHARD_GRAD_OP)
+        optimizer = model.optimizer(torch.optim.AdamW, lr=0.1)
+        gathers = []
+        for step in range(3):
+            with axon_nb.calls() as counted:
+                for number in range(4):
+                    if keeps:
+                        model.module.set_reshard_after_backward(number == 3)  # type: ignore[operator]
+                    model(torch.ones(2, 8) * (number + step + world.rank())).square().mean().backward()
+                model.clip_grad_norm(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            gathers.append(counted.of("all_gather").calls)
+        return gathers, model.full_state_dict()
+
+    (often, expected), (once, found) = (World.mock(2).run(work, keeps)[0] for keeps in (False, True))
+    assert (often, once) == ([12] * 3, [3] * 3)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from axon_nb.comm import InvalidArgumentError, TensorError, World, all_gather, all_reduce_mean, sync_gradients
-from axon_nb.parallel import DDP, Checkpoints, Experts, clip_grad_norm, expert_load, make_mesh
+from axon_nb.parallel import (
+    DDP,
+    Checkpoints,
+    Experts,
+    accumulating,
+    clip_grad_norm,
+    expert_load,
+    make_mesh,
+    parallelize,
+)
 
 TOKENS, HIDDEN = 24, 8
 CUTS = {1: [0, 24], 2: [0, 7, 24], 3: [0, 7, 7, 24], 4: [0, 5, 5, 20, 24]}
@@ -126,6 +136,63 @@ def test_experts_inside_the_data_axis_train_as_on_one_rank(four: Any) -> None:
     for found in four.run(work):
         for first, second in zip(found, expected, strict=True):
             torch.testing.assert_close(first, second, rtol=1e-10, atol=1e-14)
+
+
+def test_experts_train_beside_sharded_layers_and_with_accumulation(four: Any) -> None:
+    def model(**options: Any) -> nn.Module:
+        torch.manual_seed(1)
+        mlp = nn.Sequential(
+            nn.Linear(HIDDEN, 16, dtype=torch.float64), nn.GELU(), nn.Linear(16, HIDDEN, dtype=torch.float64)
+        )
+        return nn.ModuleDict({"mlp": mlp, "experts": _layer(**options)})
+
+    def output(own: Any, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = own["experts"](own["mlp"](x))
+        return made
+
+    def work(world: World) -> Any:
+        # Both ranks along tp have the same tokens, and each a half of the hidden features of the MLP.
+        mesh = make_mesh(ep=2, tp=2)
+        own: Any = model(group=mesh["ep"])
+        parallelize(own, {"mlp.0": "column", "mlp.2": "row"}, mesh=mesh["tp"])
+        shared = [p for p in own.parameters() if not any(p is one for one in own["experts"].expert_parameters())]
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
+        norms = []
+        for _ in range(2):
+            for step in range(2):
+                with accumulating(own, step, 2) as last:
+                    tokens = _tokens()[mesh["ep"].get_local_rank() * 12 :][:12][step * 6 :][:6]
+                    ((output(own, tokens) ** 2).mean() / 2).backward()
+                    if last:
+                        sync_gradients(shared, group=mesh["ep"])
+                        norms.append(float(clip_grad_norm(own, 0.5)))
+                        optimizer.step()
+                        optimizer.zero_grad()
+        up = own["mlp"][0].weight
+        whole = up.full_tensor() if isinstance(up, DTensor) else up
+        return (
+            torch.tensor(norms),
+            whole.detach(),
+            own["experts"].router.weight.detach(),
+            all_gather(own["experts"].up.detach(), group=mesh["ep"]),
+        )
+
+    def alone(world: World) -> Any:
+        whole: Any = model()
+        optimizer = torch.optim.SGD(whole.parameters(), lr=0.5)
+        norms = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            (output(whole, _tokens()) ** 2).mean().backward()
+            norms.append(float(nn.utils.clip_grad_norm_(whole.parameters(), 0.5)))
+            optimizer.step()
+        experts = whole["experts"]
+        return torch.tensor(norms), whole["mlp"][0].weight.detach(), experts.router.weight.detach(), experts.up.detach()
+
+    expected = World.mock(1).run(alone)[0]
+    for found in four.run(work):
+        for first, second in zip(found, expected, strict=True):
+            torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
 
 
 def test_a_checkpoint_loads_on_another_number_of_ranks(gloo: Any, tmp_path: Path) -> None:

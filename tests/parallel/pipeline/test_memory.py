@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.distributed import pipelining
 
 from axon_nb.comm import World
 from axon_nb.errors import UsageError
@@ -33,6 +34,20 @@ def test_torch_reports_whether_shapes_are_negotiated(schedule: str) -> None:
 
     assert World.mock(2).run(work) == [([False, False], [True, True])] * 2
     assert is_prepared(object(), True)
+
+
+@pytest.mark.skipif(not hasattr(pipelining, "analyze_pipeline_activation_liveness"), reason="torch before 2.15")
+@pytest.mark.parametrize("schedule", [*LOOPED, "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_peaks_are_those_of_torchs_own_analysis(schedule: str) -> None:
+    def work(world: World) -> Any:
+        pipe = Pipeline.split(whole(), group=world, schedule=schedule, num_microbatches=8, loss=loss_of)
+        analyze: Any = getattr(pipelining, "analyze_pipeline_activation_liveness")  # noqa: B009 - torch 2.15
+        made: Any = pipe._make_runner()._schedule
+        options = {"stage_indices": sorted(pipe._stage_modules), "granularity": "stage_microbatch"}
+        return analyze(made, pp_rank=world.rank(), **options).num_slots
+
+    stats = PipelineMemoryStats.of(schedule, num_ranks=2, num_microbatches=8)
+    assert tuple(World.mock(2).run(work)) == stats.peak_per_rank
 
 
 @pytest.mark.parametrize("hooks", [True, False], ids=["not wanted", "not there"])

@@ -15,6 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from axon_nb.parallel import Muon
+
 WIDTH, BATCH, STEPS = 256, 64, 6
 
 
@@ -165,6 +167,15 @@ def fsdp_recomputed() -> Any:
     return _train(model, torch.optim.AdamW(model.parameters()))
 
 
+def muon() -> Any:
+    """FSDP2 with Muon: the last of its turns has one matrix for two ranks."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return _train(model, Muon(model.parameters()))
+
+
 def tensor_parallel() -> Any:
     """Tensor parallelism by DTensor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -217,6 +228,17 @@ def pipeline_by_data() -> Any:
 FOUR_RANKS = {program.__name__: program for program in (two_axes, pipeline, pipeline_by_data)}
 PROGRAMS: dict[str, Callable[[], Any]] = {
     program.__name__: program
-    for program in (ddp, accumulation, by_hand, zero_by_hand, ring, fsdp, fsdp_mixed, fsdp_recomputed, tensor_parallel)
+    for program in (
+        ddp,
+        accumulation,
+        by_hand,
+        zero_by_hand,
+        ring,
+        fsdp,
+        fsdp_mixed,
+        fsdp_recomputed,
+        muon,
+        tensor_parallel,
+    )
 } | FOUR_RANKS
 """All of them, by name; those of `FOUR_RANKS` need four."""

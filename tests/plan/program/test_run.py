@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from axon_nb import plan
+from axon_nb.comm import World
 from axon_nb.errors import UsageError
 from axon_nb.parallel import DDP, FSDP, Pipeline
 from axon_nb.plan.errors import PlanError
 from tests.plan.program import programs
+from tests.plan.recording import begin, calls_of, recording
 
 pytestmark = pytest.mark.timeout(600)
 MIB = 2**20
@@ -51,6 +53,22 @@ def _waits_forever() -> None:
 def large_ddp() -> plan.ProgramPlan:
     """DDP on 1,024 ranks."""
     return plan.run(programs.ddp, 1024, device="h100")
+
+
+def test_muon_sends_what_ranks_send() -> None:
+    def work(world: World) -> list[int]:
+        begin()
+        programs.muon()
+        return [size for _, operation, size in calls_of(world.rank()) if operation == "all_to_all_single"]
+
+    planned = plan.run(programs.muon, 2, device="cpu")
+    with recording():
+        found = World.mock(2).run(work)
+    for rank, sizes in enumerate(found):
+        (row,) = [row for row in planned.rank(rank).calls if row.operation == "all_to_all"]
+        assert (row.calls, row.bytes) == (len(sizes) / programs.STEPS, sum(sizes) / programs.STEPS)
+    assert len(found[0]) == 6 * programs.STEPS, "there and back, in three turns"
+    assert sum(map(sum, found)) == 2 * 5 * programs.WIDTH**2 * 2 * programs.STEPS, "each in bfloat16, there and back"
 
 
 def test_equivalent_ranks_are_simulated_once(large_ddp: plan.ProgramPlan) -> None:

@@ -216,6 +216,52 @@ def test_a_sequence_that_cannot_be_split_is_refused() -> None:
         plan.memory(Attends, mesh={"cp": 2}, inputs=plan.TensorSpec((2, SEQ, HIDDEN)))
 
 
+def test_a_search_tries_experts_and_a_split_sequence_where_the_model_has_them() -> None:
+    options: dict[str, Any] = {"seq": 64, "global_batch": 16, "max_tp": 1, "strategies": "full_shard"}
+    found = plan.search(_qwen(), 4, 80, max_cp=2, simulate=4, **options)
+    tried = [(one.dp, one.ep, one.cp, one.pp) for one in found.candidates]
+    assert all(dp * ep * cp * pp == 4 for dp, ep, cp, pp in tried)
+    assert {(4, 1, 1, 1), (1, 4, 1, 1), (2, 1, 2, 1), (1, 2, 2, 1), (1, 1, 2, 2)} <= set(tried)
+    best = found.candidates[0]
+    assert found.to_frame()[["ep", "cp"]].iloc[0].tolist() == [best.ep, best.cp]
+    assert "dp  tp  pp  ep  cp  strategy" in str(found)
+    simulated = [one for one in found.candidates if one.simulated]
+    assert {(one.ep > 1, one.cp > 1) for one in simulated} > {(True, False), (False, True)}
+    guessed = plan.search(_qwen(), 4, 80, max_cp=2, **options).candidates
+    for one in simulated:
+        (guess,) = (other for other in guessed if other.layout(16) == one.layout(16))
+        assert guess.memory_bytes == pytest.approx(one.memory_bytes, rel=0.15)
+
+
+def test_limits_of_a_search() -> None:
+    options: dict[str, Any] = {"seq": 64, "global_batch": 16, "max_tp": 1, "strategies": "optimizer_state"}
+    found = plan.search(_qwen(), 4, 80, max_ep=2, **options)
+    assert {one.ep for one in found.candidates} == {1, 2}
+    assert {one.cp for one in found.candidates} == {1}, "64 positions are few"
+    assert not any(one.ep > 1 and one.strategy == "optimizer_state" for one in found.candidates)
+
+
+def test_a_search_without_experts_or_attention_leaves_their_axes_out() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    sequence = plan.TensorSpec(("batch", "seq", 8))
+    found = plan.search(make, 4, 80, inputs=sequence, seq=8192, max_cp=4, global_batch=16, rates=RATES, links="nvlink4")
+    assert {(one.ep, one.cp) for one in found.candidates} == {(1, 1)}
+    assert "ep" not in str(found).splitlines()[1].split()
+    long = plan.search(
+        Attends,
+        4,
+        80,
+        inputs=plan.TensorSpec(("batch", "seq", HIDDEN)),
+        seq=8192,
+        global_batch=4,
+        rates=RATES,
+        links="nvlink4",
+    )
+    assert {one.cp for one in long.candidates} == {1, 2}, "4,096 positions for each of two ranks"
+
+
 def _program() -> None:
     layer = Experts(HIDDEN, 16, 8, top_k=2, capacity=1.0, device="cuda")
     context = ContextParallel(4 * SEQ)

@@ -170,6 +170,15 @@ def test_replica_size_must_divide_the_ranks() -> None:
         _ = MemorySetup(8, "hybrid_shard", 16).mesh
 
 
+def test_experts_and_a_sequence_are_shared_by_some_of_the_ranks() -> None:
+    assert changed(MemorySetup(16, "full_shard"), {"ep": "4", "cp": "2"}).mesh == {"dp": 2, "ep": 4, "cp": 2}
+    assert MemorySetup(4, "full_shard", cp=4, tp=1).mesh == {"dp": 1, "cp": 4}
+    with pytest.raises(UsageError, match="6 ranks with ep=2 and tp=2: the number must be a multiple of 4"):
+        _ = MemorySetup(6, "full_shard", ep=2, tp=2).mesh
+    with pytest.raises(UsageError, match="hybrid_shard cannot be combined with cp"):
+        _ = MemorySetup(8, "hybrid_shard", 4, cp=2).mesh
+
+
 def test_momentum_is_a_separate_optimizer() -> None:
     assert MemorySetup(optimizer=WITH_MOMENTUM).optimizer_arguments == ("sgd", {"momentum": 0.9})
     assert MemorySetup(optimizer="adamw").optimizer_arguments == ("adamw", {})

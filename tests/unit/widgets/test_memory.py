@@ -8,6 +8,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+from msgspec.structs import replace
 
 from axon_nb.cluster.inspection.memory import MemorySnapshot
 from axon_nb.records.memory import ROLES, MemoryPrediction, MemorySetup, MemoryUse, WhatIfState
@@ -213,6 +214,14 @@ def test_controls_show_current_and_requested_values() -> None:
     assert "choices" not in fields["world_size"]
     assert not content["proposed"]
     assert what_if_content(WhatIfState(), None)["fields"] == []
+    assert not {"ep", "cp", "pp", "tp"} & fields.keys()
+    asked = replace(AS_IS, ep=2, cp=4)
+    fields = {
+        field["name"]: field
+        for field in what_if_content(WhatIfState(AS_IS, True, asked, axes=("ep", "cp")), None)["fields"]
+    }
+    assert [fields[name]["value"] for name in ("ep", "cp")] == [2, 4]
+    assert describe_setup(asked).startswith("full_shard on 2 ranks, 2 per copy of the experts, 4 per sequence, ")
 
 
 def test_answer_is_shown_next_to_current_memory() -> None:
