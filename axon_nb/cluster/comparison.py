@@ -51,6 +51,7 @@ _MISSING = "missing all-reduce"
 _SCALED = "scaled by world size"
 _MODE = "training mode"
 _SETTINGS = "optimizer settings"
+_NOT_UPDATED = "not updated"
 _LOOSE = 4.0
 """How often what is allowed for one tensor is allowed for a sum of several."""
 Cause = tuple[str, str]  # a name, and a sentence
@@ -197,14 +198,12 @@ def verdict(comparison: Comparison, replicas: int = 1) -> Verdict:
 def _other_mode(comparison: Comparison) -> Finding | None:
     """What drops on some ranks only: dropout passes its input on while it is compared, so no number tells."""
     name, ranks = comparison.undropped
-    if not ranks:
-        return None
     dropping = name_ranks([rank for rank in comparison.places if rank not in ranks])
     text = (
         f"{name or 'The model'} drops elements on {dropping}, and none on {name_ranks(ranks)}, in evaluation mode: "
         "call `model.train()` or `model.eval()` on all ranks."
     )
-    return Finding(name, "", _WHAT["mask"], "forward", 0, ranks, 0.0, 0.0, _MODE, text)
+    return Finding(name, "", _WHAT["mask"], "forward", 0, ranks, 0.0, 0.0, _MODE, text) if ranks else None
 
 
 def _first(comparison: Comparison, judged: Sequence[Mapping[int, Judged]], scales: Scales) -> Finding | None:
@@ -315,14 +314,7 @@ def _adds_up(entry: Entry, group: Sequence[int], judged: Mapping[int, Judged], s
 
 
 def cause_of(entry: Entry, judged: Mapping[int, Judged], comparison: Comparison, scales: Scales) -> Cause | None:
-    """Return the usual cause that explains a difference; None: none does.
-
-    Args:
-        entry: The first tensor that differs.
-        judged: What `judge` says about it.
-        comparison: All that was compared.
-        scales: What `scales_of` returned.
-    """
+    """Return the usual cause that explains the first difference; None: none does."""
     wrong = [rank for rank, one in judged.items() if not one.is_ok]
     if entry.kind == "start":
         return "out of sync", (
@@ -521,10 +513,15 @@ def _mean_of_means(comparison: Comparison, scales: Scales) -> Cause | None:
 
 
 def _of_weight(entry: Entry, judged: Mapping[int, Judged], comparison: Comparison) -> Cause | None:
+    cause = _of_update(entry, judged, comparison)
+    if not comparison.settings or (cause is not None and cause[0] == _NOT_UPDATED):
+        return cause
+    return _SETTINGS, f"The ranks' optimizers differ: {comparison.settings}. Give all ranks the same."
+
+
+def _of_update(entry: Entry, judged: Mapping[int, Judged], comparison: Comparison) -> Cause | None:
     start = next((one for one in comparison.entries if one.kind == "start" and one.name == entry.name), None)
     wrong = [rank for rank, one in judged.items() if not one.is_ok]
-    if comparison.settings:
-        return _SETTINGS, f"The ranks' optimizers differ: {comparison.settings}. Give all ranks the same."
     if start is None or entry.call:
         return None
     factors = []
@@ -541,7 +538,7 @@ def _of_weight(entry: Entry, judged: Mapping[int, Judged], comparison: Compariso
     if max(factors) - min(factors) > 0.02 * max(1e-9, *map(abs, factors)):
         return None
     if abs(factors[0]) < 0.01:
-        return "not updated", f"{name_ranks(wrong).capitalize()} did not change it: their optimizer does not hold it."
+        return _NOT_UPDATED, f"{name_ranks(wrong).capitalize()} did not change it: their optimizer does not move it."
     for size in _sizes(comparison):
         if math.isclose(factors[0], size, rel_tol=0.02):
             return _SCALED, f"Its update is {size} times too large: the learning rate is multiplied by {size}."
