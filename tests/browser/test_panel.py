@@ -63,7 +63,7 @@ def test_hanging_cell_is_explained_and_interrupted(lab: LabServer, page: LabPage
     page.run_cell(1)
     wait_status(page, "2 ranks, running In [2]")
     ranks.get_by_text("Waiting for rank 1 (line 3): rank 0 has been in all_reduce").wait_for()
-    ranks.locator("tbody").get_by_text(re.compile(r"^waits for rank 1 · [\d.]+\ss$")).wait_for()
+    ranks.locator("tbody").get_by_text(re.compile(r"^waits for rank 1 ·\s[\d.]+\ss$")).wait_for()
     press(ranks, "Stacks")
     ranks.locator("pre", has_text="while rank == 1").wait_for()
     assert ranks.locator("pre").evaluate("(stacks) => stacks.scrollWidth - stacks.clientWidth") <= 0

@@ -36,8 +36,8 @@ test("a rank at a breakpoint is paused, and does not run", () => {
 
 test("rows of waiting ranks are short, and their length does not change with the seconds", () => {
   const short = (seconds) => words.shortState(`waiting in all_reduce at line 4 for rank 2, for ${seconds} s`);
-  assert.equal(short("2.1"), "waits for rank 2 · 2.1\u00a0s");
-  assert.equal(short("11.0"), "waits for rank 2 · 11\u00a0s");
+  assert.equal(short("2.1"), "waits for rank 2 ·\u00a02.1\u00a0s");
+  assert.equal(short("11.0"), "waits for rank 2 ·\u00a011\u00a0s");
   assert.ok(short("11.0").length <= short("9.9").length);
   assert.equal(words.shortState("running line 4"), "running line 4");
   assert.equal(words.unbroken("Interrupted the cell on ranks 0-3."), "Interrupted the cell on ranks 0\u20113.");
