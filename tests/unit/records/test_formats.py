@@ -153,7 +153,7 @@ def test_page_input_changes_some_fields() -> None:
         ({"batch": ""}, "samples per rank: '': must be an integer"),
         ({"world_size": True}, "ranks: True: must be an integer"),
         ({"activation_checkpointing": "yes"}, "activation_checkpointing='yes': must be True or False"),
-        ({"colour": 1}, "'colour' is unknown; fields are activation_checkpointing, batch, cpu_offload, dtype"),
+        ({"colour": 1}, "'colour' is unknown; fields are activation_checkpointing, batch, cp, cpu_offload, dtype"),
     ],
 )
 def test_invalid_input_is_one_sentence(given: dict[str, Any], words: str) -> None:
