@@ -37,6 +37,7 @@ SURPRISES = {
     "lightning_fabric.fabric": "prepare_fabric",
     "pandas.core.series": "prepare_series",
     "pyarrow.parquet.core": "prepare_parquet",
+    "ray": "prepare_shared_arrays",
     "tensordict._lazy": "prepare_lazy_stacks",
     "tensordict.base": "prepare_tensordict",
     "torch._dynamo.eval_frame": "prepare_compiler",
@@ -47,11 +48,13 @@ SURPRISES = {
     "torch.distributed.fsdp._fully_shard._fsdp_param": "prepare_fully_shard",
     "torch.distributed.fsdp._fully_shard._fsdp_state": "prepare_casts",
     "torch.distributed.nn.functional": "prepare_functional",
+    "torch.distributed.pipelining": "prepare_tracing",
     "torch.distributed.pipelining.schedules": "prepare_schedules",
     "torch.distributed.tensor": "watch_dtensors",
     "torch.distributed.tensor.parallel": "prepare_parallelize",
     "torch.utils.cpp_extension": "prepare_extensions",
     "torch.utils.tensorboard.writer": "prepare_tensorboard",
+    "torchdata.stateful_dataloader": "prepare_loader",
     "torchdata.stateful_dataloader.sampler": "prepare_sampler",
     "torchmetrics.aggregation": "prepare_sum_metric",
 }
@@ -96,6 +99,40 @@ def skip_axon_nb_code(trace_rules: ModuleType) -> None:
     if not missing_hooks("compat.dynamo", trace_rules=trace_rules):
         for package in _PACKAGES:
             trace_rules.add(package)
+
+
+def keep_children(profiler: ModuleType) -> None:
+    """Have `%memit` raise what its statement raises once it is done: else it first kills all children of the process.
+
+    In a notebook these include the host agent, and so all ranks; on a rank what its cells have started.
+
+    Args:
+        profiler: The module ``memory_profiler``, just imported.
+    """
+    original = profiler.memory_usage
+
+    @functools.wraps(original)
+    def memory_usage(proc: Any = -1, *args: Any, **kwargs: Any) -> Any:
+        parts = [proc] if callable(proc) else proc
+        if not isinstance(parts, (list, tuple)):
+            return original(proc, *args, **kwargs)
+        function, *rest = parts
+        given, named = rest[0] if rest else (), rest[1] if len(rest) > 1 else {}
+        errors: list[Exception] = []
+
+        def measured() -> Any:
+            try:
+                return None if errors else function(*given, **named)  # what is short is measured again
+            except Exception as error:
+                errors.append(error)
+                return None
+
+        result = original((measured, (), {}), *args, **kwargs)
+        if errors:
+            raise errors[0]
+        return result
+
+    vars(profiler)["memory_usage"] = memory_usage
 
 
 class _Finder(MetaPathFinder):

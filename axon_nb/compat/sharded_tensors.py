@@ -21,6 +21,7 @@ from axon_nb.records.hooks import missing_hooks
 _MEAN = 1
 """torch's number of the reduction "mean"."""
 _SUM = 2
+_LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
 _LOOKS = 64
 """How many casts of arguments are looked at in a process."""
 _casts = itertools.count()
@@ -33,8 +34,10 @@ def watch_dtensors(module: ModuleType) -> None:
     if missing_hooks("surprises.dtensor"):
         return
     aten: Any = torch.ops.aten
-    for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"):
+    for name in _LOSSES:
         _handle(module, getattr(aten, f"{name}_backward").default, functools.partial(_check_mean, name))
+    for name in (*_LOSSES, "binary_cross_entropy_with_logits"):
+        _handle(module, getattr(aten, name).default, functools.partial(_check_average, name))
     _handle(module, aten._local_scalar_dense.default, _check_scalar)
     for operator in (aten.uniform_.default, aten.normal_.default):
         _handle(module, operator, _note_draw)
@@ -84,6 +87,17 @@ def _check_mean(name: str, result: Any, operator: Any, args: tuple[Any, ...]) ->
         tell(
             f"the gradient of {name} of sharded tensors{{place}} is {count / local.numel():.3g} times too large: torch "
             "divides by the elements of this rank's shard. Write the formula, such as `(a - b).square().mean()`."
+        )
+
+
+def _check_average(name: str, result: Any, operator: Any, args: tuple[Any, ...]) -> None:
+    """Look for shards of other sizes, whose averages torch averages."""
+    mesh, shape = args[0].device_mesh, args[0].shape
+    is_uneven = any(one.is_shard() and shape[one.dim] % mesh.size(dim) for dim, one in enumerate(args[0].placements))
+    if is_uneven and any(one.is_partial("avg") for one in result.placements):
+        tell(
+            f"{name} of sharded tensors{{place}} is an average of the ranks' averages, and their shards differ in "
+            "size: call `full_tensor()` on the tensors first, or write the formula, as `(a - b).square().mean()`."
         )
 
 

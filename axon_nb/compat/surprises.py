@@ -102,6 +102,11 @@ def prepare_conversion(module: ModuleType) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         names = FileSystemReader(folder).read_metadata().state_dict_metadata
+        if any(re.search(r"(^|\.)milestones\.\d+$", name) for name in names):
+            tell(
+                "dcp_to_torch_save{place} turns the milestones of a scheduler into text, and the rate is never lowered "
+                "again: convert back with `Counter({int(key): value for key, value in saved.items()})`."
+            )
         if any(re.search(r"(^|\.)state\.\d+\.", name) for name in names):
             tell(
                 "dcp_to_torch_save{place} turns the numbers in an optimizer's state into text, and load_state_dict "
@@ -112,7 +117,7 @@ def prepare_conversion(module: ModuleType) -> None:
 
 
 def prepare_safetensors(module: ModuleType) -> None:
-    """Look for a writer of one file for all ranks."""
+    """Look for a writer of one file for all ranks, and for what a file of tensors cannot hold."""
     signature = inspect.signature(module.HuggingFaceStorageWriter.__init__)
 
     def look(*args: Any, **kwargs: Any) -> None:
@@ -123,6 +128,15 @@ def prepare_safetensors(module: ModuleType) -> None:
             )
 
     before(module.HuggingFaceStorageWriter, "__init__", look)
+
+    def look_at_values(_: Any, plan: Any, *args: Any) -> None:
+        if names := [item.index.fqn for item in plan.items if item.type.name == "BYTE_IO"]:
+            tell(
+                f"HuggingFaceStorageWriter{{place}} puts {', '.join(names[:3])} into a file of safetensors as bytes, "
+                "which no reader of that format opens: pass tensors only, such as `torch.tensor(step)`."
+            )
+
+    before(module.HuggingFaceStorageWriter, "write_data", look_at_values)
 
 
 # ---- torch: pipelines, compiler, extensions, TensorBoard
@@ -183,6 +197,35 @@ def _has_hook(parameter: Any) -> bool:
 
 def _counts_batches(module: Any) -> bool:
     return module.training and getattr(module, "num_batches_tracked", None) is not None
+
+
+def prepare_tracing(module: ModuleType) -> None:
+    """Look for weights that layers share, and that become a copy in each stage."""
+
+    def look(pipe: Any, model: Any, *args: Any) -> None:
+        shared: dict[Any, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            shared.setdefault(parameter, []).append(name)
+        stages = [dict(pipe.get_stage_module(number).named_parameters()) for number in range(pipe.num_stages)]
+        for names in shared.values():
+            if sum(any(name in stage for name in names) for stage in stages) > 1 and len(names) > 1:
+                tell(
+                    f"{' and '.join(names)} are one parameter, of which pipeline(){{place}} gives each stage a copy: "
+                    "sum their gradients over these stages with all_reduce before each optimizer step."
+                )
+
+    after(module, "pipeline", look)
+
+
+def check_conversion(module: Any) -> None:
+    """Look at a module that torch is about to convert to SyncBatchNorm, without its children."""
+    kind = type(module)
+    is_norm = isinstance(module, torch.nn.BatchNorm1d | torch.nn.BatchNorm2d | torch.nn.BatchNorm3d)
+    if is_norm and not kind.__module__.startswith("torch.nn."):
+        tell(
+            f"convert_sync_batchnorm{{place}} makes a plain SyncBatchNorm of {kind.__name__}, without its own forward, "
+            "parameters and hooks: let a module of your own call a BatchNorm instead of extending it."
+        )
 
 
 def prepare_functional(module: ModuleType) -> None:
@@ -298,7 +341,7 @@ def prepare_split(module: ModuleType) -> None:
 def prepare_parquet(module: ModuleType) -> None:
     """Look for columns that the first of the files lacks."""
 
-    def look(dataset: Any) -> None:
+    def look(_: None, dataset: Any, *args: Any) -> None:
         files = dataset.fragments[:64]  # each look reads a file's end
         if lost := {name for file in files for name in file.physical_schema.names} - set(dataset.schema.names):
             names = ", ".join(sorted(lost))
@@ -310,7 +353,7 @@ def prepare_parquet(module: ModuleType) -> None:
 def prepare_sum_metric(module: ModuleType) -> None:
     """Look for sums that are too large for their numbers."""
 
-    def look(metric: Any) -> None:
+    def look(_: None, metric: Any, *args: Any) -> None:
         total = metric.sum_value
         if total.dtype is torch.float32 and total.abs() >= 2**24:
             tell(
@@ -321,8 +364,22 @@ def prepare_sum_metric(module: ModuleType) -> None:
     after(module.SumMetric, "update", look)
 
 
+def prepare_shared_arrays(_: ModuleType) -> None:
+    """Look for read-only arrays that become tensors without torch's warning."""
+    before(torch, "from_dlpack", _check_array)
+
+
+def _check_array(array: Any, *args: Any, **kwargs: Any) -> None:
+    if not getattr(getattr(array, "flags", None), "writeable", True):
+        tell(
+            "the tensor{place} shares the memory of a read-only array, so writing to it changes what others read, such "
+            "as Ray's stored object or a frame: use `torch.tensor(array)`, which copies."
+        )
+
+
 def prepare_series(module: ModuleType) -> None:
     """Look for comparisons with tensors, masks of them, and torch's warnings about an index and shared memory."""
+    prepare_shared_arrays(module)
 
     def look(_: Any, other: Any) -> None:
         if isinstance(other, torch.Tensor) and other.ndim:
@@ -378,6 +435,20 @@ def prepare_sampler(module: ModuleType) -> None:
             )
 
     before(module.StatefulDistributedSampler, "load_state_dict", look)
+
+
+def prepare_loader(module: ModuleType) -> None:
+    """Look for loaders that shuffle by a generator of the user's, from which a resumed one draws once more."""
+
+    def look(loader: Any, state: Any) -> None:
+        generator = loader.generator
+        if generator is not None and not loader.num_workers and getattr(loader.sampler, "generator", None) is generator:
+            tell(
+                "StatefulDataLoader.load_state_dict{place} leaves the next epochs in another order than without a "
+                "resume: give the generator to `sampler=RandomSampler(data, generator=...)` instead."
+            )
+
+    before(module.StatefulDataLoader, "load_state_dict", look)
 
 
 def prepare_tensordict(module: ModuleType) -> None:

@@ -253,6 +253,7 @@ def install_frameworks(session: RankSession) -> None:
         synchronise = functools.partial(launchers.synchronise_on_cpus, world_size=config.world_size)
         after_import("accelerate.state", synchronise)
     install_text_bars()
+    after_import("memory_profiler", environment.keep_children)
     after_import("torch._dynamo.trace_rules", dynamo_rules.skip_axon_nb_code)
     launch = functools.partial(launchers.call_on_ranks, world_size=config.world_size)
     after_import("accelerate.launchers", launch)
@@ -270,6 +271,15 @@ def install_frameworks(session: RankSession) -> None:
     after_import("deepspeed.runtime.engine", prepare_engine)
     for name in environment.SURPRISES:
         after_import(name, lambda module: _surprises().prepare(module))
+    kind: Any = torch.nn.SyncBatchNorm
+    convert = kind.convert_sync_batchnorm  # calls itself for each child
+
+    @functools.wraps(convert)
+    def convert_and_look(module: Any, *args: Any, **kwargs: Any) -> Any:
+        _surprises().check_conversion(module)
+        return convert(module, *args, **kwargs)
+
+    kind.convert_sync_batchnorm = staticmethod(convert_and_look)
 
 
 def _surprises() -> Any:

@@ -34,9 +34,15 @@ class SyncBatchNorm(_BatchNorm):
             group: The ranks whose samples count; None means all.
 
         Raises:
-            TensorError: a lazy BatchNorm has not been initialized yet.
+            TensorError: a lazy BatchNorm has not been initialized yet, or a subclass has a forward of its own.
         """
         if isinstance(model, _BatchNorm):
+            kind = type(model)
+            if kind.forward is not cls.forward and not kind.forward.__module__.startswith("torch.nn."):
+                raise TensorError(
+                    f"{kind.__name__} has a forward of its own, which a SyncBatchNorm would drop: let a module of your "
+                    "own call a BatchNorm instead of extending it."
+                )
             if any(is_lazy(item) for item in (*model.parameters(), *model.buffers())):
                 raise TensorError(
                     f"{type(model).__name__} is lazy and has no shape yet; run the model on a sample first."

@@ -56,3 +56,34 @@ def test_figures_of_ranks_under_ploomber_engine(tmp_path: Path) -> None:
     text = "".join(output.text for output in shown[1] if output.output_type == "stream")
     assert {"[rank 0] after 0", "[rank 1] after 1"} <= set(text.splitlines())
     assert shown[2][0].text.splitlines()[-1] == "[ranks 0-1] 99"
+
+
+LATE = """%%distributed
+import asyncio, threading, time
+bars = [display("begun", display_id=f"{kind} {rank}") for kind in ("task", "thread")]
+def finish(bar, kind):
+    print("from the", kind)
+    bar.update(f"done by the {kind}")
+async def work():
+    await asyncio.sleep(0.5)
+    finish(bars[0], "task")
+def work_in_thread():
+    time.sleep(0.5)
+    finish(bars[1], "thread")
+task, thread = asyncio.create_task(work()), threading.Thread(target=work_in_thread)
+thread.start()"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_tasks_show_after_their_cell_is_in_the_saved_notebook() -> None:
+    """For cells that are done, nbclient drops messages: those of a kernel's own tasks are lost."""
+    notebook = _notebook(
+        START, LATE, "%%distributed\nawait task\nthread.join()", "%%distributed\n0", "%distributed stop"
+    )
+    NotebookClient(notebook, kernel_name="python3").execute()
+    first, *later = (cell.outputs for cell in notebook.cells[1:])
+    shown = [output.data["text/plain"] for output in first if output.output_type == "display_data"]
+    assert sum("done by the task" in text for text in shown) == sum("done by the thread" in text for text in shown) == 2
+    text = "".join(output.text for outputs in later for output in outputs if output.output_type == "stream")
+    assert "from the task" in text
+    assert "from the thread" in text

@@ -147,3 +147,21 @@ def test_torch_sync_batch_norm_is_rejected_with_fix() -> None:
         converted[1](torch.ones(3))
     with pytest.raises(TensorError, match="LazyBatchNorm1d is lazy and has no shape yet"):
         SyncBatchNorm.convert(nn.LazyBatchNorm1d())
+
+
+def test_forward_that_a_conversion_would_drop_is_refused() -> None:
+    class Doubled(nn.BatchNorm1d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+            return 2 * super().forward(input)
+
+    class Named(nn.BatchNorm1d):
+        pass
+
+    with pytest.raises(TensorError, match="Doubled has a forward of its own, which a SyncBatchNorm would drop"):
+        SyncBatchNorm.convert(nn.Sequential(nn.Linear(2, 2), Doubled(2)))
+    calls: list[str] = []
+    (norm := Named(2)).register_forward_hook(lambda *_: calls.append("called"))
+    converted = SyncBatchNorm.convert(SyncBatchNorm.convert(nn.Sequential(norm, nn.SyncBatchNorm(2)))).eval()
+    assert [type(layer) for layer in converted] == [SyncBatchNorm, SyncBatchNorm]
+    converted(torch.ones(2, 2))
+    assert calls == ["called"]

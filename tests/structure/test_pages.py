@@ -25,6 +25,7 @@ _NAME = re.compile(r"`(test_\w+)`")
 _WEAKNESS = re.compile(r"^\| ([NC]\d+) \| [^|]+ \| ([^|]+) \|$", re.MULTILINE)
 _PROVEN = ("fixed", "follows")
 _PROOF = re.compile(r"`test_|N\d")
+_TEST = re.compile(r"`([\w/]+\.(?:py|toml))(?:::(test_\w+)|\[([^`]+)\])?`")
 _DEFINED = re.compile(r"^def (test_\w+)\(", re.MULTILINE)
 
 _READS = ("get", "setdefault", "getenv")
@@ -70,6 +71,23 @@ def test_faults_page_names_existing_tests(page: str) -> None:
     }
     assert len(named) > 10
     assert named - defined == set()
+
+
+def test_findings_name_existing_tests() -> None:
+    """Every script has a row, and every row a test, or "none" where axon_nb does nothing."""
+    page = ROOT / "findings" / "README.md"
+    rows = [line.rstrip(" |").split(" | ") for line in page.read_text("utf-8").splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if row[-1] != "test"]
+    scripts = {path.stem for path in page.parent.glob("*.sh")}
+    assert {row[0].partition("[")[2].partition("]")[0] for row in rows if row[0].startswith("| [")} == scripts
+    for row in rows:
+        assert row[-1] != "none" or row[-2].startswith("nothing"), row[0]
+        named = _TEST.fullmatch(row[-1])
+        assert named or row[-1] == "none", row[0]
+        file, name, case = named.groups() if named else ("", "", "")
+        text = (ROOT / "tests" / file).read_text("utf-8") if file else ""
+        assert not name or f"def {name}(" in text, row[-1]
+        assert not case or f'"{case}": (' in text, row[-1]
 
 
 def test_each_fault_has_an_answer() -> None:

@@ -23,6 +23,7 @@ from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.history import History, session_facts
 from axon_nb.cluster.launch.connection import Prewarm
 from axon_nb.cluster.settings import IN_CLASS, LiveSettings
+from axon_nb.compat.environment import after_import, keep_children
 from axon_nb.errors import ClusterLostError, NoClusterError
 from axon_nb.records.environment import CLASS, WARM_UP
 from axon_nb.records.hooks import missing_hooks
@@ -82,6 +83,7 @@ class NotebookSession:
         self._watches_shutdown = False
         self._restarting = False
         """Whether the kernel is shutting down in order to restart."""
+        after_import("memory_profiler", keep_children)  # the host agent is a child
 
     @property
     def cluster(self) -> Cluster | None:

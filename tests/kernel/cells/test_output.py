@@ -132,6 +132,8 @@ def test_plotly_figures_keep_their_mime_type(kernel: Kernel) -> None:
         "go.Figure(go.Scatter(y=[1, 2])).show('plotly_mimetype')"
     )
     assert [d for d in reply.displays if "application/vnd.plotly.v1+json" in d]
+    reply = kernel.ok("%%distributed --ranks 0\ngo.FigureWidget()")
+    assert (reply.displays, "FigureWidget({" in reply.stdout) == ([], True), "plotly's script would be in the notebook"
 
 
 @pytest.mark.parametrize("where", ["stdout", "stderr"])

@@ -293,3 +293,11 @@ def test_ranks_waiting_for_a_call_left_by_a_handler(kernel: Kernel) -> None:
     assert "Rank 0 left all_reduce at line 11 (TimeoutError) before it was over" in reply.stderr
     kernel.ok("%%distributed\nimport signal\nsignal.alarm(0)\n_ = signal.signal(signal.SIGALRM, signal.SIG_DFL)")
     assert kernel.ok("%%distributed\nt = torch.ones(1); dist.all_reduce(t); t").lines() == ["[ranks 0-3] tensor([4.])"]
+
+
+def test_variable_of_an_mpi_launcher_leaves_ranks_their_threads(new_kernel: Callable[..., Kernel]) -> None:
+    """MKL takes it as a sign of an MPI without threads, unless OMP_NUM_THREADS is set."""
+    kernel = new_kernel(MPI_LOCALNRANKS="1", OMPI_COMM_WORLD_LOCAL_SIZE="1")
+    kernel.ok("%load_ext axon_nb\n%distributed start -n 1")
+    cell = "import os\ntorch.get_num_threads() == len(os.sched_getaffinity(0)), 'MPI_LOCALNRANKS' in os.environ"
+    assert kernel.ok(f"%%distributed\n{cell}").lines() == ["[rank 0] (True, True)"]

@@ -285,6 +285,8 @@ def test_variables_of_a_launcher_set_by_a_pasted_recipe(kernel: Kernel) -> None:
     assert "[rank 0] axon_nb: the cell has set WORLD_SIZE=1, which misleads libraries" in printed
     assert "[rank 1] axon_nb: the cell has set RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, which" in printed
     assert kernel.ok("%%distributed --ranks 0-1\nos.environ['RANK']").lines() == ["[ranks 0-1] '0'"], "said once"
+    removed = kernel.ok("%%rank 0\ndel os.environ['WORLD_SIZE']").stdout  # transformers' tp_plan then splits nothing
+    assert "the cell has set WORLD_SIZE=, which misleads" in removed
     (restoring,) = {line.partition("`")[2].partition("`")[0] for line in printed.splitlines()}
     assert kernel.ok(f"%%distributed\nimport os\n{restoring}\nos.environ['RANK'] == str(rank)").lines() == [
         "[ranks 0-3] True"

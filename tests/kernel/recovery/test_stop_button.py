@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -151,18 +151,37 @@ def test_error_of_a_signal_handler_ends_an_awaited_cell(pair: Kernel) -> None:
     assert pair.value("signal.signal(signal.SIGALRM, before).__name__") == "<lambda>"
 
 
-def test_interrupts_do_not_stop_cells_of_subshells(pair: Kernel) -> None:
-    """An interrupt of the idle kernel is none of theirs; the panel and `cancel` stop those on ranks."""
+@pytest.fixture
+def submit(pair: Kernel) -> Iterator[Callable[[str], str]]:
+    """Sends a cell to a subshell of the kernel; returns the request's id."""
     channel = pair.client.session
     pair.client.control_channel.send(channel.msg("create_subshell_request"))
     subshell = pair.client.get_control_msg(timeout=100)["content"]["subshell_id"]
 
-    def submit(code: str) -> str:
+    def send(code: str) -> str:
         message = channel.msg("execute_request", {"code": code, "silent": False, "store_history": True})
         message["header"]["subshell_id"] = subshell
         pair.client.shell_channel.send(message)
         return str(message["header"]["msg_id"])
 
+    yield send
+    pair.client.control_channel.send(channel.msg("delete_subshell_request", {"subshell_id": subshell}))
+    assert pair.client.get_control_msg(timeout=100)["content"]["status"] == "ok"
+
+
+def test_semicolon_on_a_subshell_hides_no_value_of_ranks(pair: Kernel, submit: Callable[[str], str]) -> None:
+    """IPython looks at the newest cell of all shells, and hides what a cell of the notebook gives."""
+    slow = pair.submit("%%distributed\nimport time\nprint('go', flush=True)\ntime.sleep(1)\n'the value'")
+    pair.wait_for_output(slow, "go", ranks=[0, 1])
+    quick = submit("x = 1;")
+    pair.wait_for_output(slow, "'the value'")
+    reply = pair.collect(slow)
+    assert "[ranks 0-1] 'the value'" in reply.lines()
+    assert quick
+
+
+def test_interrupts_do_not_stop_cells_of_subshells(pair: Kernel, submit: Callable[[str], str]) -> None:
+    """An interrupt of the idle kernel is none of theirs; the panel and `cancel` stop those on ranks."""
     pair.interrupt()
     pair.settle()
     assert pair.collect(submit("print('fine')")).stdout == "fine\n"
@@ -173,8 +192,6 @@ def test_interrupts_do_not_stop_cells_of_subshells(pair: Kernel) -> None:
     assert reply.ename == "CellInterrupt"
     assert "the stop button does not reach" in reply.stdout
     assert "stop button" not in pair.collect(submit("%%distributed\n1")).stdout
-    pair.client.control_channel.send(channel.msg("delete_subshell_request", {"subshell_id": subshell}))
-    assert pair.client.get_control_msg(timeout=100)["content"]["status"] == "ok"
 
 
 def test_unload_restores_the_stop_button() -> None:
