@@ -44,17 +44,34 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _host_arguments(parser: CommandParser) -> None:
-    parser.add_argument("--join", required=True, metavar="IP:PORT", help="where the notebook's host listens")
+    ways = parser.add_mutually_exclusive_group(required=True)
+    ways.add_argument("--join", metavar="IP:PORT", help="where the notebook's host listens")
+    ways.add_argument(
+        "--k8s-template", action="store_true", help="print the Job that `--hosts k8s` makes for each host"
+    )
     parser.add_argument("--name", default="", help="name of this host in the cluster; default: its host name")
     parser.add_argument(
         "--read-key", action="store_true", help="read the cluster's key from standard input, not AXON_NB_JOIN_KEY"
     )
+    parser.add_argument(
+        "--tunnel",
+        nargs="+",
+        type=int,
+        default=(),
+        metavar="PORT",
+        help="of the notebook's host, in a pod: `--hosts k8s`",
+    )
 
 
 def _host(options: argparse.Namespace) -> int:
+    if options.k8s_template:
+        from axon_nb.host.schedulers.k8s import TEMPLATE
+
+        print(TEMPLATE, end="")
+        return 0
     from axon_nb.host.joining import join_cluster
 
-    return join_cluster(options.join, name=options.name, read_key=options.read_key)
+    return join_cluster(options.join, name=options.name, read_key=options.read_key, tunnel=options.tunnel)
 
 
 def _import_arguments(parser: CommandParser) -> None:
@@ -81,7 +98,7 @@ def _json_argument(parser: CommandParser) -> None:
 
 def _doctor_arguments(parser: CommandParser) -> None:
     _json_argument(parser)
-    parser.add_argument("--hosts", default=None, help="check the nodes of ray or ray:ADDRESS instead")
+    parser.add_argument("--hosts", default=None, help="check ray, ray:ADDRESS, k8s or k8s:NAMESPACE instead")
 
 
 def _doctor(options: argparse.Namespace) -> int:

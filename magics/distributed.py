@@ -214,7 +214,7 @@ def export_session(shell: Any, options: argparse.Namespace) -> str:
 def _doctor_parser() -> LineParser:
     parser = LineParser("%distributed doctor", "Check this machine and installation; shows a fix for each problem.")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--hosts", default=None, help="check the nodes of ray or ray:ADDRESS instead")
+    parser.add_argument("--hosts", default=None, help="check ray, ray:ADDRESS, k8s or k8s:NAMESPACE instead")
     return parser
 
 
@@ -298,8 +298,10 @@ def _start_parser() -> LineParser:
     parser.add_argument(
         "--interface", default=None, help="network interface through which ranks on other hosts connect"
     )
-    parser.add_argument("--hosts", default=None, help="other hosts with ranks: ssh:a,b, slurm, mpi:a,b, join or ray")
-    parser.add_argument("--gpus-per-rank", type=integer, default=None, help="GPUs that Ray reserves for a rank: 0 or 1")
+    parser.add_argument("--hosts", default=None, help="where else ranks run: ssh:a,b, slurm, mpi:a,b, join, ray or k8s")
+    parser.add_argument(
+        "--gpus-per-rank", type=integer, default=None, help="GPUs per rank, from Ray or Kubernetes: 0 or 1"
+    )
     parser.add_argument("--placement", default=None, help="how Ray places ranks on its nodes: pack or spread")
     parser.add_argument("--sync", default=None, metavar="FOLDER", help="folder whose modules other hosts get")
     parser.add_argument(

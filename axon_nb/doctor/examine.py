@@ -11,6 +11,7 @@ from axon_nb._version import __version__
 from axon_nb.cluster.launch.placement import plan_layout
 from axon_nb.doctor import installation
 from axon_nb.doctor.clusters import FoundCluster, clusters, find_clusters, rank_names
+from axon_nb.doctor.k8s import k8s
 from axon_nb.doctor.machine import NVML, gpus, host, limits, network
 from axon_nb.doctor.ray import ray
 from axon_nb.doctor.report import Finding, Report, Section
@@ -27,14 +28,14 @@ def examine(hosts: str | None = None) -> Report:
     seconds.
 
     Args:
-        hosts: The option `--hosts` of a start: ``ray`` or ``ray:ADDRESS``, of which alone the nodes are checked.
+        hosts: The option `--hosts` of a start, ``ray`` or ``k8s``, of which alone the nodes are checked.
 
     Raises:
         UsageError: it is another.
     """
     title = f"axon_nb {__version__} doctor, {time.strftime('%Y-%m-%d %H:%M %Z')}"
     if hosts is not None:
-        return Report(title, (ray(hosts),))
+        return Report(title, (k8s(hosts) if hosts.partition(":")[0] == "k8s" else ray(hosts),))
     with contextlib.ExitStack() as children:
 
         def child(arguments: tuple[str, ...], timeout_s: float) -> installation.Child:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from axon_nb.cluster.launch.ray import check_ray, parse_ray
+from axon_nb.cluster.launch.ray import RayOption, check_ray
 from axon_nb.doctor.report import Finding, Section
 from axon_nb.errors import AxonError, UsageError
 
@@ -21,9 +21,9 @@ def ray(hosts: str) -> Section:
         UsageError: it is not about Ray.
     """
     if hosts.partition(":")[0] != "ray":
-        raise UsageError(f"`doctor --hosts` checks ray or ray:ADDRESS; got {hosts}.")
+        raise UsageError(f"`doctor --hosts` checks ray, ray:ADDRESS, k8s or k8s:NAMESPACE; got {hosts}.")
     try:
-        found = check_ray(parse_ray(hosts).address)
+        found = check_ray(RayOption.parse(hosts).where)
     except AxonError as error:
         finding = Finding("connection", str(error), "problem", f"--hosts {hosts} cannot start ranks.", "See above.")
         return Section("Ray", (finding,))

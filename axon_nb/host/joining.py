@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Sequence
 
 from axon_nb.errors import StartError
 from axon_nb.host.agent import Agent, AgentOptions
 from axon_nb.host.link import Member
 from axon_nb.host.run_dir import RunDir
+from axon_nb.host.schedulers.tunnel import relay
 from axon_nb.records.environment import JOIN_KEY, SLURM_NODE
 from axon_nb.records.protocol.recovery import ENGINE_ENTRY
 
 
-def join_cluster(address: str, *, name: str = "", read_key: bool = False, entry: str = ENGINE_ENTRY) -> int:
+def join_cluster(
+    address: str, *, name: str = "", read_key: bool = False, tunnel: Sequence[int] = (), entry: str = ENGINE_ENTRY
+) -> int:
     """Join a cluster and run ranks here until it stops; return the exit status.
 
     Args:
@@ -22,6 +26,7 @@ def join_cluster(address: str, *, name: str = "", read_key: bool = False, entry:
         name: The name of this host in the cluster; empty: its name in Slurm, or its host name.
         read_key: Whether to read the cluster's key from standard input instead of the environment, as the notebook
             has it done. Such an agent joins only if no other one has its name.
+        tunnel: Ports of the notebook's loopback that are to be reached on this host's, through a port-forward.
         entry: What forked ranks run, as ``module:function``.
 
     Raises:
@@ -37,6 +42,8 @@ def join_cluster(address: str, *, name: str = "", read_key: bool = False, entry:
             f"The cluster's key is missing. Set {JOIN_KEY.name}, as the command that `%distributed start --hosts join` "
             "prints does."
         )
+    if tunnel:
+        relay(tunnel)
     os.umask(0o077)
     # Asked about GPUs in the usual way, CUDA would forbid a fork.
     os.environ.update({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ})

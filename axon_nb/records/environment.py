@@ -57,6 +57,14 @@ JOIN_KEY = Variable("AXON_NB_JOIN_KEY")
 HOST_NAME = Variable("AXON_NB_HOST")
 """The name of this host in the cluster. The agent of a host that joined sets it for its ranks."""
 
+HOST_IP = Variable("AXON_NB_HOST_IP")
+"""The address of this host on which ranks on other hosts reach its own, where the way to the notebook does not show it.
+`--hosts k8s` sets it in pods."""
+
+K8S_TEMPLATE = Variable("AXON_NB_K8S_TEMPLATE")
+"""The file with the Job that [`--hosts k8s`](howto/kubernetes.md) makes for each host; `axon-nb host --k8s-template`
+prints the one that is used without it."""
+
 CHECK = Variable("AXON_NB_CHECK", default="0")
 """`1` makes every collective of `axon_nb.comm` first check that all ranks make the same call with matching tensors, as
 `checking()` does. Set it before the kernel or the script starts."""

@@ -176,7 +176,7 @@ def test_imports_are_declared(project: dict[str, Any], package_files: list[Path]
     extras = project["optional-dependencies"]
     texts = (
         *project["dependencies"],
-        *(text for extra in ("gpu", "frameworks", "lab", "mcp", "ray", "test") for text in extras[extra]),
+        *(text for extra in ("gpu", "frameworks", "k8s", "lab", "mcp", "ray", "test") for text in extras[extra]),
         *TRACKERS,
     )
     declared = {canonicalize_name(Requirement(text).name) for text in texts}

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import msgspec
 from ipyparallel.cluster.launcher import SSHEngineSetLauncher
@@ -30,16 +30,15 @@ from traitlets.config import Config
 from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
 
 from axon_nb.cluster.launch.connection import Connection
-from axon_nb.cluster.launch.placement import Layout, interface_ip
+from axon_nb.cluster.launch.placement import Layout, address_towards, interface_ip
+from axon_nb.cluster.launch.program import SchedulerOption, SchedulerProgram
 from axon_nb.errors import StartError, UsageError
 from axon_nb.host.connections import link_key
 from axon_nb.records.environment import JOIN_KEY, SLURM_JOB, SLURM_NODE
 from axon_nb.records.protocol.agent import GetInfo, ServeHosts
 
-if TYPE_CHECKING:
-    from axon_nb.cluster.launch.ray import RayOption, RayProgram
-
-_USES = "join, join:2, ssh:a,b, slurm, slurm:JOB, mpi:a,b, ray or ray:ADDRESS"
+SCHEDULERS = ("ray", "k8s")
+_USES = "join, join:2, ssh:a,b, slurm, slurm:JOB, mpi:a,b, ray, ray:ADDRESS, k8s or k8s:NAMESPACE=RANKS"
 _QUERY_TIMEOUT_S = 20.0
 # The first value of an option holds: what the user configured comes before these. Passwords cannot be asked for. A
 # connection that other programs may use would outlive the cluster.
@@ -77,20 +76,20 @@ class HostsOption(Struct, frozen=True):
     text: str
     """The option."""
     launcher: str
-    """``join``, ``ssh``, ``slurm``, ``mpi`` or ``ray``."""
+    """``join``, ``ssh``, ``slurm``, ``mpi``, ``ray`` or ``k8s``."""
     hosts: tuple[str, ...]
     """The names of the other hosts; empty ones for `join`, where they name themselves."""
     counts: tuple[int, ...]
     """How many ranks the notebook's host and each of the others get."""
     job: str = ""
     """The Slurm job whose nodes they are."""
-    ray: RayOption | None = None
+    scheduler: SchedulerOption | None = None
 
 
 def parse_hosts(text: str, num_ranks: int) -> HostsOption:
     """Parse `--hosts`: ``join:2``, ``ssh:a,b=4``, ``ssh`` (ipyparallel's configuration), ``slurm:JOB`` or ``mpi:a,b``.
 
-    With ``ray`` the hosts are those on which Ray has room: `with_room`.
+    With ``ray`` or ``k8s`` the hosts are found later: `with_room`.
 
     Args:
         text: The option.
@@ -114,17 +113,15 @@ def parse_hosts(text: str, num_ranks: int) -> HostsOption:
         job, nodes, here = find_job(names)
         counts = _spread(text, [None if here else 0, *[None] * len(nodes)], num_ranks)
         return HostsOption(text, launcher, nodes, counts, job)
-    if launcher == "ray":
-        from axon_nb.cluster.launch.ray import parse_ray
-
-        return HostsOption(text, launcher, (), (), ray=parse_ray(text))
+    if launcher in SCHEDULERS:
+        return HostsOption(text, launcher, (), (), scheduler=parse_scheduler(text))
     raise UsageError(f"--hosts must be {_USES}; got {text}.")
 
 
 def with_room(
     option: HostsOption | None, layout: Layout, ip: str | None, *, cpu: bool, backend: str
 ) -> tuple[HostsOption | None, Layout, str | None]:
-    """With Ray, find the hosts, on which all ranks are, their devices, and the address on which they reach this host.
+    """With a scheduler, find the hosts, on which all ranks are, their devices, and where they reach this host.
 
     Args:
         option: What `--hosts` asks for, if anything.
@@ -134,18 +131,33 @@ def with_room(
         backend: The backend that was asked for, or ``auto``.
 
     Returns:
-        All three, unchanged without Ray.
+        All three, unchanged without a scheduler.
 
     Raises:
-        StartError: Ray cannot be reached, or has no room; the message says what is missing.
+        UsageError: GPUs are asked for and not.
+        StartError: the scheduler cannot be reached, or has no room; the message says what is missing.
     """
-    if option is None or option.ray is None:
+    if option is None or option.scheduler is None:
         return option, layout, ip
-    from axon_nb.cluster.launch.ray import find_room
+    if cpu and option.scheduler.gpus_per_rank:
+        raise UsageError("--gpus-per-rank 1 and --devices cpu exclude each other.")
+    found, layout, ip = option.scheduler.find_room(layout, ip, cpu=cpu, backend=backend)
+    return HostsOption(found.text, found.name, found.hosts, (0, *found.bundles), scheduler=found), layout, ip
 
-    ray, layout, node = find_room(option.ray, layout, cpu=cpu, backend=backend)
-    option = HostsOption(ray.text, "ray", ray.hosts, (0, *ray.bundles), ray=ray)
-    return option, layout, ip or address_towards(node, option.text)
+
+def parse_scheduler(text: str) -> SchedulerOption:
+    """Parse `--hosts ray` or `--hosts k8s`.
+
+    Raises:
+        UsageError: a value is none that is possible, or the scheduler's client is missing.
+    """
+    if text.partition(":")[0] == "ray":
+        from axon_nb.cluster.launch.ray import RayOption
+
+        return RayOption.parse(text)
+    from axon_nb.cluster.launch.k8s import K8sOption
+
+    return K8sOption.parse(text)
 
 
 def _named(text: str, names: str) -> dict[str, int | None]:
@@ -178,7 +190,7 @@ def _spread(text: str, wanted: Sequence[int | None], num_ranks: int) -> tuple[in
 def own_address(
     interface: str | None, others: HostsOption | None, engines: str, *, sync: str | None = None
 ) -> str | None:
-    """Return the address of this host on which ranks on other hosts reach it; None: there are none, or Ray has them.
+    """Return the address on which ranks on other hosts reach this one; None: there are none, or a scheduler has them.
 
     Args:
         interface: The network interface, or its address; None: the one that leads to the first of the other hosts.
@@ -199,7 +211,7 @@ def own_address(
                 f"--interface {interface}: all ranks are on this host; use `--hosts ssh:NAME` or `--hosts join`."
             )
         return interface_ip(interface)
-    if others is None or others.launcher == "ray":
+    if others is None or others.scheduler is not None:
         return None
     if others.launcher == "join":
         raise UsageError(
@@ -208,27 +220,6 @@ def own_address(
         )
     find_address = node_address if others.launcher == "slurm" else ssh_address
     return address_towards(find_address(others.hosts[0]), others.text)
-
-
-def address_towards(name: str, option: str) -> str:
-    """Return the address from which this host reaches another.
-
-    Args:
-        name: The other host's name or address.
-        option: What `--hosts` asked for.
-
-    Raises:
-        UsageError: the name cannot be resolved.
-    """
-    try:
-        with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-            probe.connect((name, 9))  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise UsageError(
-            f"--hosts {option}: cannot resolve {name} ({error.strerror}). Correct its name, or use `--interface "
-            "NAME` to name the network interface on which it reaches this host."
-        ) from None
 
 
 def ssh_launcher() -> SSHEngineSetLauncher:
@@ -454,12 +445,8 @@ def start_missing(connection: Connection, layout: Layout, text: str, ranks: Iter
             break
         time.sleep(_POLL_S)
     if missing:
-        ray = None
-        if launcher == "ray":
-            from axon_nb.cluster.launch.ray import parse_ray
-
-            ray = parse_ray(text)
-        option = HostsOption(text, launcher, missing, (), job or SLURM_JOB.get(), ray)
+        scheduler = parse_scheduler(text) if launcher in SCHEDULERS else None
+        option = HostsOption(text, launcher, missing, (), job or SLURM_JOB.get(), scheduler)
         try:
             _start(connection, option, timeout_s=_RESTART_TIMEOUT_S)
         except StartError as error:
@@ -481,7 +468,7 @@ def _start(connection: Connection, option: HostsOption, *, timeout_s: float) -> 
             flush=True,
         )
     before = agent.call(GetInfo())
-    with _started(option, address, key, connection.run_dir.path, timeout_s) as programs:
+    with _started(option, address, connection, timeout_s) as programs:
         end = time.monotonic() + timeout_s
         while len(new := {*(state := agent.call(GetInfo())).hosts} - {*before.hosts}) < others:
             if len(state.hosts_refused) > len(before.hosts_refused):
@@ -489,12 +476,14 @@ def _start(connection: Connection, option: HostsOption, *, timeout_s: float) -> 
             for program in programs:
                 program.raise_if_failed()
             if time.monotonic() > end:
+                if option.scheduler is not None:
+                    programs[0].raise_if_failed(_QUERY_TIMEOUT_S)  # it says more
                 raise StartError(
                     f"{len(new)} of {others} other hosts joined within {timeout_s:.0f} s. They must reach "
                     f"{connection.ip}, port {port}."
                 )
             time.sleep(_POLL_S)
-        if option.ray is not None:
+        if option.scheduler is not None:
             print("\n".join(programs[0].placed(timeout_s)), flush=True)
     return list(state.hosts)
 
@@ -567,10 +556,10 @@ class _Program:
 
 
 @contextlib.contextmanager
-def _started(option: HostsOption, address: str, key: bytes, run_dir: Path, timeout_s: float) -> Iterator[list[Any]]:
+def _started(option: HostsOption, address: str, connection: Connection, timeout_s: float) -> Iterator[list[Any]]:
     """Start the programs; if the caller raises, terminate them: agents that have not joined then find no cluster."""
-    programs: list[_Program | RayProgram] = []
-    folder = run_dir / "log"
+    programs: list[_Program | SchedulerProgram] = []
+    folder, key = connection.run_dir.path / "log", connection.client.session.key
     try:
         if option.launcher in ("slurm", "mpi"):
             command, python = (
@@ -579,11 +568,8 @@ def _started(option: HostsOption, address: str, key: bytes, run_dir: Path, timeo
                 else srun_command(option.job, option.hosts, address)
             )
             programs.append(_Program(option.launcher, option.hosts, python, folder).start(command, key))
-        elif option.ray is not None:
-            from axon_nb.cluster.launch.ray import RayProgram
-
-            programs.append(ray := option.ray.program or RayProgram())
-            ray.place(option.ray, option.hosts, run_dir.name, address, key=key, timeout_s=timeout_s / 2)
+        elif option.scheduler is not None:
+            programs.append(option.scheduler.place(option.hosts, connection, address, timeout_s))
         elif option.launcher == "ssh":
             for host in option.hosts:
                 command, python = ssh_command(host, address)

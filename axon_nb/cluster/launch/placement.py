@@ -6,6 +6,7 @@ of ranks per user is a courtesy on a shared machine, not a protection against us
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import resource
@@ -236,6 +237,27 @@ def interface_ip(wanted: str) -> str:
     raise UsageError(f"--interface {wanted}: this host has no such interface or address; it has {known or 'none'}.")
 
 
+def address_towards(name: str, option: str) -> str:
+    """Return the address from which this host reaches another.
+
+    Args:
+        name: The other host's name or address.
+        option: What `--hosts` asked for.
+
+    Raises:
+        UsageError: the name cannot be resolved.
+    """
+    try:
+        with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+            probe.connect((name, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UsageError(
+            f"--hosts {option}: cannot resolve {name} ({error.strerror}). Correct its name, or use `--interface "
+            "NAME` to name the network interface on which it reaches this host."
+        ) from None
+
+
 def place_ranks(layout: Layout, rank_info: Sequence[EngineInfo], *, threads_per_rank: int = 0) -> list[Placement]:
     """Return the placement of each rank.
 
@@ -345,16 +367,17 @@ def raise_if_too_few(num_ranks: int) -> None:
         )
 
 
-def with_ray_options(hosts: str | None, gpus_per_rank: int | None, placement: str | None) -> str | None:
+def with_scheduler_options(hosts: str | None, gpus_per_rank: int | None, placement: str | None) -> str | None:
     """Return the option `--hosts` with what `--gpus-per-rank` and `--placement` say.
 
     Raises:
-        UsageError: they are given without `--hosts ray`.
+        UsageError: they are given with hosts that have no such option.
     """
     if gpus_per_rank is None and placement is None:
         return hosts
-    if hosts is None or hosts.partition(":")[0] != "ray":
-        raise UsageError("--gpus-per-rank and --placement are for --hosts ray.")
+    launcher = "" if hosts is None else hosts.partition(":")[0]
+    if launcher != "ray" and (launcher != "k8s" or placement is not None):
+        raise UsageError("--gpus-per-rank and --placement are for --hosts ray; k8s has --gpus-per-rank, too.")
     values = {"gpus_per_rank": gpus_per_rank, "placement": placement}
     query = urllib.parse.urlencode({name: value for name, value in values.items() if value is not None})
-    return f"{hosts if ':' in hosts else 'ray:'}?{query}"
+    return f"{hosts}{'' if ':' in str(hosts) else ':'}?{query}"

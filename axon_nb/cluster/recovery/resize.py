@@ -20,6 +20,7 @@ from msgspec import Struct
 from axon_nb.cluster import rpc
 from axon_nb.cluster.launch.compatibility import refusal
 from axon_nb.cluster.launch.engines import ANSWER_S, STATES_S, ask, gather, join_config, store_address
+from axon_nb.cluster.launch.hosts import SCHEDULERS, parse_scheduler
 from axon_nb.cluster.launch.placement import Layout, place_ranks, raise_if_over_quota, raise_if_too_few
 from axon_nb.cluster.recovery import new_ranks
 from axon_nb.cluster.recovery.repair import raise_if_silent
@@ -119,10 +120,8 @@ def _check_request(state: ClusterState, size: int) -> None:
         )
     if reason := refusal(state.rank_info, state.backend):
         raise UsageError(reason)
-    if state.hosts.startswith("ray:"):
-        from axon_nb.cluster.launch.ray import raise_if_unreserved
-
-        raise_if_unreserved(state.hosts, size)
+    if state.hosts.partition(":")[0] in SCHEDULERS:
+        parse_scheduler(state.hosts).raise_if_unreserved(size)
     if health.dead or health.stuck or health.groups_disabled:
         raise UsageError("Not all ranks can communicate: run `%distributed repair` first, then resize.")
     if state.busy:

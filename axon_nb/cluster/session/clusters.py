@@ -31,7 +31,7 @@ from axon_nb.cluster.launch.placement import (
     plan_layout,
     raise_if_over_quota,
     raise_if_too_few,
-    with_ray_options,
+    with_scheduler_options,
 )
 from axon_nb.cluster.rpc import request_all, wait_for_output
 from axon_nb.cluster.session import current
@@ -111,8 +111,8 @@ def start(
         interface: Network interface of this host, or its IPv4 address, on which ranks on other hosts reach it; None:
             all ranks are on this host, and only Unix sockets and loopback are opened.
         hosts: Other hosts that run ranks, too: ``ssh:a,b``, ``slurm`` or ``slurm:JOB``, ``join`` or ``join:2``; or
-            ``ray`` or ``ray:ADDRESS``, which then run all of them; None: there are none.
-        gpus_per_rank: How many GPUs Ray reserves for each rank, 0 or 1; None: 1 if it has GPUs.
+            ``ray``, ``ray:ADDRESS`` or ``k8s:NAMESPACE=RANKS``, which then run all of them; None: there are none.
+        gpus_per_rank: How many GPUs Ray or Kubernetes reserves for each rank, 0 or 1; None: 1 if it has GPUs.
         placement: ``pack``: Ray places the ranks on few nodes; ``spread``: evenly on all; None: ``pack``.
         sync: A folder whose files other hosts get, such as that of the notebook, now and before each cell whatever
             has changed: what git does not ignore, files up to 10 MiB, 100 MiB together; None: none.
@@ -133,7 +133,7 @@ def start(
     layout = plan()
     launcher = engines or ("axon" if hasattr(os, "fork") and os.path.isdir("/proc") else "local")
     launcher_class(launcher)
-    hosts = with_ray_options(hosts, gpus_per_rank, placement)
+    hosts = with_scheduler_options(hosts, gpus_per_rank, placement)
     others = None if hosts is None else parse_hosts(hosts, layout.num_ranks)
     ip = own_address(interface, others, launcher, sync=sync)
     if _make_room(session, force=force):

@@ -33,6 +33,7 @@ from axon_nb.engine.groups.abort import AbortedError, AbortFlag, connect_in_help
 from axon_nb.engine.groups.state import current_groups
 from axon_nb.host.connections import MessageSigner, authenticate
 from axon_nb.host.store import encode, receive
+from axon_nb.records.environment import HOST_IP
 
 _SLICE_MS = b"50"
 _SILENCE_MS = 300
@@ -115,7 +116,9 @@ class AgentStore(Store):
     @property
     def own_ip(self) -> str:
         """This host's address on the network that leads to the store; 127.0.0.1 over a Unix socket."""
-        return str(self._sock.getsockname()[0]) if self._address.startswith(_TCP) else "127.0.0.1"
+        if not self._address.startswith(_TCP):
+            return "127.0.0.1"
+        return HOST_IP.get() or str(self._sock.getsockname()[0])
 
     def _call(self, *parts: bytes) -> list[bytes]:
         with self._lock:

@@ -17,11 +17,11 @@ from axon_nb.cluster.launch.placement import (
     place_ranks,
     plan_layout,
     rank_environment,
-    with_ray_options,
+    with_scheduler_options,
 )
 from axon_nb.errors import StartError, UsageError
-from axon_nb.host.ray import fit
 from axon_nb.host.resources import usable_cores
+from axon_nb.host.schedulers.ray import fit
 from axon_nb.records.hooks import Verdict
 from axon_nb.records.protocol.agent import EngineInfo
 from axon_nb.records.protocol.wire import own_version
@@ -304,10 +304,16 @@ def test_ranks_are_spread_over_hosts(text: str, num_ranks: int, counts: tuple[in
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b", "--hosts must be join, join:2, ssh:a,b, slurm, slurm:JOB, mpi:a,b, ray or ray:ADDRESS; got a,b."),
+        (
+            "a,b",
+            "--hosts must be join, join:2, ssh:a,b, slurm, slurm:JOB, mpi:a,b, ray, ray:ADDRESS, k8s or k8s:NAMESPACE",
+        ),
         ("slurm:", "got slurm:."),
         ("ray:a:1?gpus_per_rank=2", "--gpus-per-rank must be 0 or 1, as a rank uses one device; got 2."),
         ("ray:a:1?placement=none", "--placement must be pack or spread; got none."),
+        ("k8s:Team", "--hosts k8s needs a namespace and maybe the ranks of each pod, such as k8s:team=4; got Team."),
+        ("k8s:team=0", "such as k8s:team=4; got team=0."),
+        ("k8s:team?gpus_per_rank=2", "--gpus-per-rank must be 0 or 1, as a rank uses one device; got 2."),
         ("ssh:", "--hosts ssh: needs host names, such as ssh:a,b; got ssh:."),
         ("ssh:-oX", "got ssh:-oX."),
         ("ssh:me@-oX", "got ssh:me@-oX."),
@@ -369,12 +375,15 @@ def test_configured_host_that_ssh_would_take_as_an_option_is_refused(
         parse_hosts("ssh", 8)
 
 
-def test_options_of_ray_need_ray() -> None:
-    assert with_ray_options("ray:a:1", 1, "spread") == "ray:a:1?gpus_per_rank=1&placement=spread"
-    assert with_ray_options("ray", 0, None) == "ray:?gpus_per_rank=0"
-    assert with_ray_options("slurm", None, None) == "slurm"
+def test_options_of_a_scheduler_need_one() -> None:
+    assert with_scheduler_options("ray:a:1", 1, "spread") == "ray:a:1?gpus_per_rank=1&placement=spread"
+    assert with_scheduler_options("ray", 0, None) == "ray:?gpus_per_rank=0"
+    assert with_scheduler_options("k8s:team=4", 1, None) == "k8s:team=4?gpus_per_rank=1"
+    assert with_scheduler_options("slurm", None, None) == "slurm"
     with pytest.raises(UsageError, match="--gpus-per-rank and --placement are for --hosts ray"):
-        with_ray_options("slurm", None, "pack")
+        with_scheduler_options("slurm", None, "pack")
+    with pytest.raises(UsageError, match="k8s has --gpus-per-rank, too"):
+        with_scheduler_options("k8s", None, "pack")
 
 
 @pytest.mark.parametrize(

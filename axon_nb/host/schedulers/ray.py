@@ -1,7 +1,6 @@
 """What `--hosts ray` does in Ray, in a process of its own, so that a notebook can use Ray as it likes.
 
-It reads requests from standard input, and lives for one start, one repair or one check: Ray is imported and connected
-once. ``look`` finds out how many ranks each node has room for, ``check`` what `axon-nb doctor` reports, and ``place``
+``look`` finds out how many ranks each node has room for, ``check`` what `axon-nb doctor` reports, and ``place``
 reserves a placement group and has the agent of each host join. An actor on Ray's head does the work. It is detached,
 so it outlives the notebook, and ends itself when no agent is left. With it Ray ends what it owns: the placement group
 and the actor in each bundle.
@@ -12,10 +11,7 @@ Run as ``__main__``, the classes here reach Ray's nodes by value: Ray's head nee
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
-import signal
 import socket
 import sys
 import threading
@@ -23,11 +19,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from axon_nb.host.schedulers.serving import Refused, serve
+
 NAMESPACE = "axon_nb"
 _ON_HEAD: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
 _POLL_S = 0.05
-_PATIENCE_S = 600.0
-"""For the next request; the notebook closes standard input before."""
 _RETURN_S = 5.0
 """For Ray to return what a cluster that has just been stopped had reserved."""
 _AGENT = (
@@ -37,16 +33,11 @@ _AGENT = (
 _PACKAGES = ("axon_nb", "torch", "ray")
 
 
-class Refused(Exception):
-    """Ray cannot do what was asked; the message says why, and what to do."""
-
-
 class Host:
     """An actor in one bundle: it runs the host's agent as a process that ends with it."""
 
     def join(self, address: str, name: str, key: str) -> dict[str, str]:
         """Start the agent; return facts of this node once it has joined, or why it cannot as `failure`."""
-        import os
         import subprocess
 
         env = {name: value for name, value in os.environ.items() if name != "PYTHONBREAKPOINT"}  # Ray's own debugger
@@ -246,11 +237,12 @@ def _of(node: Mapping[str, Any], kind: str) -> str:
 
 
 @contextlib.contextmanager
-def _connected(address: str) -> Iterator[Any]:
+def _connected(request: Mapping[str, Any]) -> Iterator[Any]:
     # Of Ray's import, jsonschema's check of international addresses would be three quarters; Ray checks none.
     sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
     import ray
 
+    address: str = request["address"]
     host, _, port = address.rpartition(":")
     try:
         if port.isdigit():  # Ray itself would try for a minute
@@ -349,23 +341,6 @@ def _find_keeper(ray: Any, name: str) -> Any:
     return None
 
 
-def main() -> int:
-    """Answer each request, a line of JSON, with another: what was found, or why not as `refused`."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # for what Ray prints
-    with contextlib.ExitStack() as stack:
-        ray = None
-        while select.select([0], [], [], _PATIENCE_S)[0] and (line := sys.stdin.readline()):
-            request = json.loads(line)
-            try:
-                ray = ray or stack.enter_context(_connected(request["address"]))
-                answer = {"look": look, "check": check, "place": place}[request["command"]](ray, request)
-            except Refused as refused:
-                answer = {"refused": str(refused)}
-            print(json.dumps(answer), file=answers, flush=True)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    commands = {"look": look, "check": check, "place": place}
+    sys.exit(serve(_connected, {name: lambda *given, run=run: [run(*given)] for name, run in commands.items()}))

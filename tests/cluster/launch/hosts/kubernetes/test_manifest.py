@@ -15,7 +15,7 @@ from axon_nb.records.environment import JOIN_KEY
 from tests.cluster.launch.second_host import network, start_with_joined_host, why_not
 from tests.support.script import Script
 
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "howto" / "kubernetes.md"
+PAGE = Path(__file__).resolve().parents[5] / "docs" / "howto" / "kubernetes.md"
 POD = "axon-nb-agents-0"
 IN_A_POD = f"""
 import shlex
@@ -36,7 +36,7 @@ def far(command):
 
 
 def _documents() -> list[dict[str, Any]]:
-    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    text = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)[-1]
     return list(yaml.safe_load_all(text))
 
 
