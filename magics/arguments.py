@@ -34,6 +34,7 @@ EXAMPLES = {
     "export": "%distributed export train.py         writes the cells that ran as a script for torchrun",
     "import": "%distributed import train.py         writes train.ipynb; `axon-nb import` does the same",
     "load": "%distributed load run7              on as many ranks: everything; on others: models and optimizers",
+    "pause": "%distributed pause                   gives back what the ranks' GPUs keep for later",
     "resize": "%distributed resize 4                grows or shrinks the world to 4 ranks; training goes on",
     "restart": "%distributed restart                 starts as many new ranks as before",
     "run": "%distributed run train.py --epochs 3   shows its ranks in all views, and keeps its variables",

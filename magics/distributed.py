@@ -113,6 +113,16 @@ def _debug(options: argparse.Namespace) -> None:
         print(text, end="")
 
 
+def _pause_parser() -> LineParser:
+    return LineParser("%distributed pause", "Give back the GPU memory that torch and NCCL keep for later.")
+
+
+@command(_pause_parser)
+def _pause(options: argparse.Namespace) -> None:
+    """Give back the GPU memory that idle ranks keep for later: `%distributed pause`."""
+    print(clusters.require("%distributed pause").cells.pause())
+
+
 def _folder_parser(command: str, description: str) -> LineParser:
     parser = LineParser(f"%distributed {command}", description)
     parser.add_argument("folder", metavar="NAME", help="a folder that all ranks see")
@@ -172,7 +182,15 @@ def _ends(text: str, world_size: int) -> tuple[int, ...]:
     return tuple(sorted(rank for end in ends for rank in resolve_ranks(end, world_size)))
 
 
-SUBCOMMANDS = {"auto": _auto, "seed": _seed, "debug": _debug, "slow": _slow, "save": _save, "load": _load}
+SUBCOMMANDS = {
+    "auto": _auto,
+    "seed": _seed,
+    "debug": _debug,
+    "pause": _pause,
+    "slow": _slow,
+    "save": _save,
+    "load": _load,
+}
 """Commands by name."""
 
 

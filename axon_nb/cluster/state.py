@@ -61,6 +61,8 @@ class ClusterState:
         """The cells that are running."""
         replaceable = facts.engines == "axon" and compatibility.can_replace(facts.rank_info, layout.backend)
         remedy = REPAIR_HINT if replaceable else compatibility.RESTART
+        self.is_paused = False
+        """Whether NCCL's memory may have been given back, so that the next cell must let it take it again."""
         self.health = Health(facts.name, lambda: list(self.active_cells), remedy=remedy)
         self.between_cells = BetweenCells(self.ranks, limit_bytes=settings.output_limit)
         """Output that belongs to no running cell."""

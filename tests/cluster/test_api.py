@@ -310,6 +310,16 @@ def test_cluster_repr_describes_it(script: Script) -> None:
     )
 
 
+def test_pause_is_for_gpus_and_ends_with_the_next_cell(script: Script) -> None:
+    refused = script.run("from axon_nb.magics.distributed import SUBCOMMANDS\nSUBCOMMANDS['pause']('')")
+    assert refused.kinds[0] == "UsageError"
+    assert refused.message == "%distributed pause gives back memory of GPUs, and these ranks compute on CPUs."
+    script.ok("c.state.is_paused = True")  # as on NCCL
+    cell = "t = torch.ones(1); dist.all_reduce(t)\nt.item()"
+    assert script.value(f"c.run({cell!r})[1]") == 2.0
+    assert script.value("c.state.is_paused") is False
+
+
 def test_html_displays_become_text_in_scripts(script: Script) -> None:
     cell = "import pandas as pd\npd.DataFrame({'column': [71]})"
     out = script.ok(f"c.run({cell!r}, ranks=[1], show_value=True)").out

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support.script import Script
@@ -80,6 +82,48 @@ def test_group_of_the_older_class_keeps_it(nccl: Script) -> None:
     cell = "t = torch.ones(1, device=device); dist.all_reduce(t, group=legacy)\n"
     kind = "type(legacy._get_backend(device)).__name__"
     assert nccl.value(f"c.run({cell + f'({kind}, t.item())'!r})[0]") == ("ProcessGroupNCCL", 1.0)
+
+
+FREE = "c.run('torch.cuda.mem_get_info(device)[0]').values"
+USES = """
+x = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+del x
+dist.all_reduce(torch.ones(1 << 26, device=device))
+"""
+
+
+def test_pause_gives_cached_memory_back(nccl: Script) -> None:
+    nccl.ok(f"c.run({USES!r})", timeout=120)
+    before = nccl.value(f"dict({FREE})")[0]
+    assert nccl.ok("print(c.cells.pause())").out.startswith("Free on the GPU of rank 0: ")
+    assert nccl.value("c.state.is_paused") is True
+    total = "t = torch.ones(1, device=device); dist.all_reduce(t)\nt.item()"
+    assert nccl.value(f"c.run({total!r})[0]") == 1.0
+    assert nccl.value(f"dict({FREE})")[0] - before > 1 << 29
+    assert nccl.value("c.state.is_paused") is False
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one rank has nothing to give back of NCCL's")
+def test_pause_gives_nccls_memory_back_until_the_next_cell(tmp_path: Path) -> None:
+    total = "t = torch.ones(1, device=device); dist.all_reduce(t)\nt.item()"
+    with Script(tmp_path) as script:
+        script.ok("import axon_nb\nc = axon_nb.start(2, backend='nccl')", timeout=120)
+        script.ok(f"c.run({USES!r})\nc.run('torch.cuda.empty_cache()')", timeout=120)
+        before = script.value(f"dict({FREE})")
+        said = script.ok("print(c.cells.pause())", timeout=60).out
+        if "NCCL keeps its own memory" in said:
+            pytest.skip(said.splitlines()[-1])
+        free = "import torch\n{rank: torch.cuda.mem_get_info(rank)[0] for rank in (0, 1)}"
+        assert all(now > before[rank] for rank, now in script.value(free).items())
+        for _ in range(2):
+            assert script.value(f"dict(c.run({total!r}, timeout=60).values)") == {0: 2.0, 1: 2.0}
+            script.ok("c.cells.pause()", timeout=60)
+        assert (
+            script.run("c.run('if rank == 0: raise ValueError()\\ndist.barrier()')", timeout=90).kinds[0] == "CellError"
+        )
+        assert script.value(f"dict(c.run({total!r}, timeout=60).values)") == {0: 2.0, 1: 2.0}
+        script.ok("c.cells.pause()\nc.repair('1')", timeout=120)
+        assert script.value(f"dict(c.run({total!r}, timeout=60).values)") == {0: 2.0, 1: 2.0}
 
 
 CAPTURE = """

@@ -33,7 +33,10 @@ from axon_nb.errors import CellError, CellInterrupt, ClusterLostError, UsageErro
 from axon_nb.records.environment import OUTPUT_AT_END
 from axon_nb.records.protocol.cells import CellFacts
 from axon_nb.records.protocol.inspection import WaitsRequest
+from axon_nb.records.protocol.recovery import Pause, Resume
+from axon_nb.records.protocol.wire import cell_source
 from axon_nb.records.ranks import name_ranks, resolve_ranks
+from axon_nb.records.units import format_bytes
 
 _DEFAULTS = CellFacts()
 _TIMEOUT_S = 2.0
@@ -141,6 +144,40 @@ class CellManager:
             run.interrupt()
         return ranks
 
+    def pause(self) -> str:
+        """Give back what torch and NCCL keep for later on GPUs, NCCL until the next cell; return what is free then.
+
+        Raises:
+            UsageError: no rank computes on a GPU, or a cell is running.
+        """
+        state = self.state
+        if not any(info.device.startswith("cuda") for info in state.rank_info):
+            raise UsageError("%distributed pause gives back memory of GPUs, and these ranks compute on CPUs.")
+        if busy := state.busy:
+            raise UsageError(f"A cell is running on {name_ranks(busy)}: wait for it or interrupt it, then pause.")
+        try:
+            free = self.run(cell_source(Pause()), quiet=True).values
+        finally:
+            state.is_paused = state.backend == "nccl"
+        lines = [
+            f"Free on the GPU of rank {rank}: {format_bytes(after)}, and {format_bytes(before)} before."
+            for rank, (before, after, _) in free.items()
+        ]
+        if kept := next((why for _, _, why in free.values() if why), ""):
+            lines.append(f"NCCL keeps its own memory, as it takes torch 2.13 and NCCL 2.29.7 to give it back: {kept}.")
+        return "\n".join(lines)
+
+    def _resume(self) -> None:
+        state, health = self.state, self.state.health
+        state.is_paused = False
+        if health.dead or health.stuck or health.lost_contexts:  # a repair connects all anew
+            return
+        try:
+            self.run(cell_source(Resume()), quiet=True)
+        except CellError:
+            health.groups_disabled, health.rebuild_when_back = "NCCL could not take its memory again", True
+            raise
+
     def mark_lost(self, reason: str) -> None:
         """Stop waiting for the running cells because the cluster is gone for this `reason`. Call it from any thread."""
         for run in list(self.state.active_cells):
@@ -155,6 +192,8 @@ class CellManager:
         rebuild_if_back(state)
         if self.settings.auto_repair:
             auto_repair(state)
+        if state.is_paused:
+            self._resume()
         state.health.ensure_available(ranks)
         if state.connection.folder is not None:
             state.connection.folder.update()

@@ -284,6 +284,7 @@ def attach(name: str | None = None) -> Cluster:
     if facts.sync:
         connection.sync(facts.sync)
     cluster = session.new_cluster(ClusterState(connection, layout, settings, facts))
+    cluster.state.is_paused = layout.backend == "nccl"  # in doubt
     for rank in set(cluster.ranks) - live_ranks:
         event = hello_reply.deaths.get(rank)
         reason = "died while no notebook was connected" if event is None else describe_death(event)

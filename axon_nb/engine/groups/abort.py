@@ -290,6 +290,7 @@ class NativeGroups:
         self._before_connect = before_connect
         self._raise_if_aborted = abort.raise_if_set
         self._aborted: list[Any] = []
+        self._suspended: list[Any] = []
         self._lock = threading.Lock()
         self._swaps: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
         self.rebuilt_at_ns = time.time_ns()
@@ -380,6 +381,39 @@ class NativeGroups:
         for _, thread in jobs:
             thread.join(max(0.0, end - time.monotonic()))
         return [name for name, thread in jobs if thread.is_alive()]
+
+    def suspend(self) -> str:
+        """Let the backends give back what they keep on the device, until `resume`; collective over all ranks.
+
+        Returns:
+            Why they keep it; empty if they do not.
+        """
+        backends = [backend_of(group, self.device) for group in self.all()]
+        try:
+            for backend in backends:
+                backend.memory_stats()
+        except (AttributeError, RuntimeError) as error:  # this torch, its backend or its NCCL has no way to
+            return str(error).partition("\n")[0]
+        for backend in backends:
+            self._suspended.append(backend)
+            self._finish(backend.suspend)
+        return ""
+
+    def resume(self) -> None:
+        """Let the backends that `suspend` has reached take it again, unless they were replaced; collective, too."""
+        suspended, self._suspended = self._suspended, []
+        for group in self.all():
+            backend = backend_of(group, self.device)
+            if any(backend is other for other in suspended):
+                self._finish(backend.resume)
+
+    def _finish(self, wait_for_all_ranks: Callable[[], Any]) -> None:
+        connect_in_helper(
+            wait_for_all_ranks,
+            raise_if_cancelled=self._raise_if_aborted,
+            timeout_s=self._kind.connect_timeout_s,
+            dispose=lambda _: None,
+        )
 
     def begin_rebuild(self) -> None:
         """Abort the backends that an abort has not reached, because those of their peers are gone.

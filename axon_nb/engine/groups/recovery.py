@@ -249,6 +249,27 @@ def disable_groups(reason: str) -> None:
     current_groups().abort.clear(broken=reason)
 
 
+def pause() -> tuple[int, int, str]:
+    """Give back what torch and NCCL keep for later on this rank's GPU, until `resume`; collective over all ranks.
+
+    Returns:
+        Free bytes of the GPU before and after, and why NCCL keeps its memory; empty if it does not, or has none.
+    """
+    device, native = rank_device(resolve(None)), creation.native_groups()
+    if not torch.cuda.is_initialized():  # the questions would initialise CUDA
+        return 0, 0, ""
+    before = torch.cuda.mem_get_info(device)[0]
+    torch.cuda.empty_cache()
+    kept = "" if native is None else native.suspend()
+    return before, torch.cuda.mem_get_info(device)[0], kept
+
+
+def resume() -> None:
+    """Let NCCL take again what `pause` made it give back; collective over all ranks."""
+    if (native := creation.native_groups()) is not None:
+        native.resume()
+
+
 def list_groups() -> list[GroupRecord]:
     """List the groups that this rank is in, besides the default one."""
     default = c10d._get_default_group()

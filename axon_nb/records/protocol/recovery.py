@@ -221,6 +221,21 @@ class DisableGroups(RankCall[None], frozen=True):
     """Reads after "communication is not possible:"."""
 
 
+class Pause(RankCall[tuple[int, int, str]], frozen=True):
+    """In a cell on all ranks: give back what is kept on the GPU for later.
+
+    Returns what is free before and after, and why NCCL keeps its part.
+    """
+
+    target = "axon_nb.engine.groups.recovery:pause"
+
+
+class Resume(RankCall[None], frozen=True):
+    """In a cell on all ranks: let NCCL take again what `Pause` made it give back."""
+
+    target = "axon_nb.engine.groups.recovery:resume"
+
+
 class ListGroups(RankCall[list[GroupRecord]], frozen=True):
     """List the groups of a rank besides the default one."""
 

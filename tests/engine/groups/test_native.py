@@ -277,6 +277,39 @@ def test_rebuilt_group_keeps_its_timeout(tmp_path: Path) -> None:
     assert run_on_ranks(_keeps_its_timeout, 2, tmp_path) == {0: timeouts, 1: timeouts}
 
 
+def _pauses(rank: int, store: Any) -> dict[str, Any]:
+    """Gloo gives no memory back, so its backends only note that they were asked, and wait for each other as NCCL's."""
+    join_native(rank, store, 2)
+    own = dist.new_group([1, 0], backend=GLOO.torch_name)
+    groups, notes = current_groups().native, []
+    assert groups is not None
+    found: dict[str, Any] = {"gloo": groups.suspend()}
+    groups.resume()
+    for name in ("suspend", "resume"):
+
+        def ask(backend: Any, name: str = name) -> None:
+            backend.barrier(dist.BarrierOptions()).wait()
+            notes.append((name, [group._get_backend(CPU) is backend for group in (dist.group.WORLD, own)].index(True)))
+
+        setattr(ProcessGroupGloo, name, ask)
+    ProcessGroupGloo.memory_stats = lambda _: {}
+    found["kept"] = groups.suspend()
+    rebuild_all(groups, 1)  # as a repair: fresh backends have their memory
+    groups.resume()
+    found["kept again"] = groups.suspend()
+    groups.resume()
+    groups.resume()
+    return found | {"sums": sums(rank), "notes": notes}
+
+
+def test_paused_groups_take_their_memory_again_unless_they_were_rebuilt(tmp_path: Path) -> None:
+    found = run_on_ranks(_pauses, 2, tmp_path)
+    assert found[0] == found[1]
+    assert found[0].pop("gloo") == "Backend gloo does not support getMemoryStats"
+    suspended, resumed = [("suspend", 0), ("suspend", 1)], [("resume", 0), ("resume", 1)]
+    assert found[0] == {"kept": "", "kept again": "", "sums": [3.0] * 6, "notes": suspended * 2 + resumed}
+
+
 def _sum(group: Any = None) -> float:
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=group)
