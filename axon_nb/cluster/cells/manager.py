@@ -170,7 +170,7 @@ class CellManager:
     def _resume(self) -> None:
         state, health = self.state, self.state.health
         state.is_paused = False
-        if health.dead or health.stuck or health.lost_contexts:  # a repair connects all anew
+        if health.dead or health.stuck or health.lost_contexts:  # a repair makes new connections
             return
         try:
             self.run(cell_source(Resume()), quiet=True)
