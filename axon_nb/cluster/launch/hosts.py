@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 from ipyparallel.cluster.launcher import SSHEngineSetLauncher
@@ -31,11 +31,13 @@ from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
 
 from axon_nb.cluster.launch.connection import Connection
 from axon_nb.cluster.launch.placement import Layout, address_towards, interface_ip
-from axon_nb.cluster.launch.program import SchedulerOption, SchedulerProgram
 from axon_nb.errors import StartError, UsageError
 from axon_nb.host.connections import link_key
 from axon_nb.records.environment import JOIN_KEY, SLURM_JOB, SLURM_NODE
 from axon_nb.records.protocol.agent import GetInfo, ServeHosts
+
+if TYPE_CHECKING:
+    from axon_nb.cluster.launch.program import SchedulerOption, SchedulerProgram
 
 SCHEDULERS = ("ray", "k8s")
 _USES = "join, join:2, ssh:a,b, slurm, slurm:JOB, mpi:a,b, ray, ray:ADDRESS, k8s or k8s:NAMESPACE=RANKS"

@@ -242,6 +242,16 @@ def test_interrupted_cell_is_undone_bit_for_bit(protected_kernel: Kernel) -> Non
     protected_kernel.ok("%%distributed\ntrain(1)")
 
 
+def test_first_step_counts_as_one_although_it_is_protected(protected_kernel: Kernel) -> None:
+    protected_kernel.ok(
+        "%%distributed\nnew = torch.nn.Linear(4, 1)\ncounting = torch.optim.Adam(new.parameters())\n"
+        "new(torch.ones(4)).sum().backward()"
+    )
+    protected_kernel.ok("%%distributed\ncounting.step()")
+    counts = "%%rank 0\n[float(entry['step']) for entry in counting.state.values()]"
+    assert protected_kernel.ok(counts).lines() == ["[1.0, 1.0]"]
+
+
 def test_ranks_started_with_protect_return_after_a_death(protected_kernel: Kernel) -> None:
     protected_kernel.ok("%%distributed\ntrain(2)")
     protected_kernel.ok("%%distributed --out before\nstate()")

@@ -91,7 +91,7 @@ def test_vars_command_shows_the_table(shared_kernel: Kernel, rows: dict[str, dic
     html = shared_kernel.value("t_vars._repr_html_()")
     cells = re.findall(r">([^<]+)</t[hd]>", html)
     assert cells[:3] == ["name", "ranks", "type"], "the answer is beside the name"
-    assert re.search(">odd</th><td[^>]*>differs on rank 2<", html)
+    assert re.search(r">odd</th><td[^>]*>differs on rank\s2<", html)
     assert "96 B" in cells
 
 
