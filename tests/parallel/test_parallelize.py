@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
 from axon_nb.comm import TensorError, World
@@ -95,6 +94,8 @@ def assert_same(found: Any, expected: Any, tolerance: float) -> None:
 
 
 def test_step_sends_only_required_bytes(process_worlds: Any) -> None:
+    from torch.distributed.tensor.debug import CommDebugMode  # imports torch._inductor, for seconds
+
     def work(world: World) -> Any:
         counts = []
         for kind in ("auto", "sequence and loss"):
