@@ -18,6 +18,7 @@ from axon_nb.plan.hardware import FITTED, Link, Rates, Work, resolve_rates
 from axon_nb.plan.pipeline import SchedulePlan, StageTimes, schedule
 from axon_nb.plan.tracing.subject import owner
 from axon_nb.plan.traffic.communication import ParallelLayout, TrafficOptions, traffic_of
+from axon_nb.plan.traffic.muon import step_work
 from axon_nb.plan.traffic.parallelism import boundaries
 from axon_nb.plan.traffic.plan import GRADIENT_AXES, CommunicationPlan, Traffic
 from axon_nb.records.units import format_bytes
@@ -244,7 +245,7 @@ def optimizer_work(layout: ParallelLayout, pp_rank: int) -> Work:
         "sizes of trained parameters", lambda: [p.numel() for name, p in layout.trace.parameters if name in trained]
     )
     here = [p for p in layout.parameters_by_pp_rank[pp_rank] if p.name in trained]
-    of_muon = muon.step_work(layout, pp_rank)
+    of_muon = step_work(layout, pp_rank)
     if not total:
         return whole + of_muon
     fixed = {"ddp": 1, "no_shard": 1, "hybrid_shard": layout.size("shard")}.get(layout.strategy)

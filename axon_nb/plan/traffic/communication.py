@@ -32,6 +32,7 @@ from axon_nb.plan.tracing.subject import (
 )
 from axon_nb.plan.tracing.trace import ModelTrace, trace_model
 from axon_nb.plan.traffic import parallelism as data
+from axon_nb.plan.traffic.muon import step_traffic
 from axon_nb.plan.traffic.parallelism import (
     LocalTensor,
     StageAssignment,
@@ -180,7 +181,7 @@ def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
         if layout.size(*GRADIENT_AXES) > 1:
             for row in _data_rows(layout, here):
                 yield replace(row, pp_rank=pp_rank)
-        yield from muon.step_traffic(layout, pp_rank)
+        yield from step_traffic(layout, pp_rank)
     if stages is not None:
         yield from pipeline_traffic(layout.trace, stages, shares=layout.boundary_shares, positions=layout.size("cp"))
         if tp > 1:
