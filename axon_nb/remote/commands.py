@@ -222,6 +222,7 @@ def _plan_arguments(parser: CommandParser) -> None:
         metavar="N",
         help="most ranks that share a sequence (default: as many as leave each 4,096 tokens)",
     )
+    parser.add_argument("--optimizer", default="AdamW", metavar="NAME", help="such as Muon or SGD (default: AdamW)")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="how many layouts (default: 5)")
     _common(parser)
 
@@ -237,6 +238,7 @@ def _plan(options: argparse.Namespace) -> int:
         global_batch=options.batch,
         max_ep=options.max_ep,
         max_cp=options.max_cp,
+        optimizer=options.optimizer,
         top=options.top,
     )
     return _print(options, reply)
@@ -307,9 +309,10 @@ def plan_layouts(
     global_batch: int | None = None,
     max_ep: int | None = None,
     max_cp: int | None = None,
+    optimizer: str = "AdamW",
     top: int = 5,
 ) -> dict[str, Any]:
-    """Rank the layouts of a model's training step in bfloat16 with AdamW.
+    """Rank the layouts of a model's training step in bfloat16.
 
     Args:
         model: The size of a GPT such as ``7B``, or a causal language model of Hugging Face: its name or folder.
@@ -320,6 +323,7 @@ def plan_layouts(
         global_batch: Samples per step over all GPUs; None: two per GPU.
         max_ep: As in `plan.search`.
         max_cp: As in `plan.search`.
+        optimizer: Its name in `torch.optim`, or Muon.
         top: How many layouts to return.
 
     Raises:
@@ -332,7 +336,7 @@ def plan_layouts(
         raise UsageError(f"--card {card}: must be one of {', '.join(CARDS)}.")
     size = SIZES.get(model.lower())
     source: Any = model
-    options: dict[str, Any] = {"seq": context, "max_ep": max_ep, "max_cp": max_cp}
+    options: dict[str, Any] = {"seq": context, "max_ep": max_ep, "max_cp": max_cp, "optimizer": optimizer}
     if size is not None:
         from axon_nb.parallel.models import GPTConfig
 

@@ -243,16 +243,18 @@ class Tools:
         global_batch: int | None = None,
         max_ep: int | None = None,
         max_cp: int | None = None,
+        optimizer: str = "AdamW",
         top: int = 5,
     ) -> dict[str, Any]:
         """Rank the training layouts (data, expert, context, tensor, pipeline parallel) of a model.
 
         model: the size of a GPT such as "7B" or "13B", or a Hugging Face model. card: "h100", "a100" and so on.
         max_ep, max_cp: most ranks that share the experts, and a sequence (default: all that can; 4,096 tokens each).
+        optimizer: its name in torch.optim, or "Muon".
         It takes half a minute of processor time.
         """
         options = {"memory": memory_gib, "batch": global_batch, "context": context, "card": card, "top": top}
-        options |= {"max-ep": max_ep, "max-cp": max_cp}
+        options |= {"max-ep": max_ep, "max-cp": max_cp, "optimizer": optimizer}
         words = [f"--{name}={value}" for name, value in options.items() if value is not None]
         return self._program("plan", f"--ranks={ranks}", *words, "--", model)
 
