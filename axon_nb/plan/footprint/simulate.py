@@ -28,6 +28,7 @@ from axon_nb.parallel.data.units import describe_units, make_units
 from axon_nb.plan.arguments import STAGE_UNITS, UNSHARDED, ZERO_2
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint import question
+from axon_nb.plan.footprint import training as steps
 from axon_nb.plan.footprint.fake_world import GLOO_COPIES, Key, Moment, StepLog, StorageLog, fake_tensors, fake_world
 from axon_nb.plan.footprint.plan import (
     OFFLOADED,
@@ -37,16 +38,6 @@ from axon_nb.plan.footprint.plan import (
     MemoryRequest,
     ModuleMemory,
     RankMemory,
-)
-from axon_nb.plan.footprint.training import (
-    RankMeshes,
-    Shape,
-    Training,
-    local_shapes,
-    make_pipeline_training,
-    make_training,
-    shard_layers,
-    stages_on_rank,
 )
 from axon_nb.plan.process import fork_map
 from axon_nb.plan.repetition import BlockRun, ProvenRuns
@@ -65,9 +56,9 @@ class _ModelSummary(Struct, frozen=True):
 
     name: str
     num_parameters: int
-    shapes: dict[int, list[Shape]]
+    shapes: dict[int, list[steps.Shape]]
     """By coordinate along pp: a rank's parameters with sharded layers, before data ranks shard them."""
-    experts: dict[int, list[Shape]]
+    experts: dict[int, list[steps.Shape]]
     """The same for parameters of experts that ranks along ep share; `shapes` has the others."""
     run: BlockRun | None
     """Equal blocks of which most can be left out."""
@@ -130,7 +121,7 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
 def _summarize(setup: question.TrainingSetup) -> _ModelSummary:
     request = setup.request
     with fake_world(0, request.world_size):
-        meshes = RankMeshes.of(request)
+        meshes = steps.RankMeshes.of(request)
         with fake_tensors():
             model = setup.model()
             units = _units(request, model)
@@ -140,13 +131,13 @@ def _summarize(setup: question.TrainingSetup) -> _ModelSummary:
             if not any(parameter.requires_grad for parameter in model.parameters()):
                 raise PlanError(f"{type(model).__name__} has no trainable parameters, so there is no step to plan.")
             with question.explain_failure("sharded", "check that tp_plan= fits the model's layers"):
-                shard_layers(setup, model, meshes)
+                steps.shard_layers(setup, model, meshes)
             parts: dict[int, list[nn.Module]] = {0: [model]}
             if meshes.stages is not None:
                 places = range(request.size("pp"))
-                parts = {place: list(stages_on_rank(request, model, place).values()) for place in places}
-            shapes = {place: local_shapes(modules, without=experts) for place, modules in parts.items()}
-            stacked = {place: local_shapes(modules, only=experts) for place, modules in parts.items()}
+                parts = {place: list(steps.stages_on_rank(request, model, place).values()) for place in places}
+            shapes = {place: steps.local_shapes(modules, without=experts) for place, modules in parts.items()}
+            stacked = {place: steps.local_shapes(modules, only=experts) for place, modules in parts.items()}
             held = sum(math.prod(shape) for place in shapes.values() for shape, _, _ in place)
             whole = sum(p.numel() for p in model.parameters() if p not in experts)
             return _ModelSummary(
@@ -292,7 +283,7 @@ def run_step(setup: question.TrainingSetup, rank: int, run: BlockRun | None = No
     """
     request = setup.request
     with fake_world(rank, request.world_size):
-        meshes = RankMeshes.of(request)
+        meshes = steps.RankMeshes.of(request)
         with fake_tensors(), StorageLog(GLOO_COPIES if request.device == "cpu" else None) as log:
             training = _training(setup, setup.model(run, depth), meshes)
             log.follow(training.model)
@@ -302,13 +293,13 @@ def run_step(setup: question.TrainingSetup, rank: int, run: BlockRun | None = No
                 return _logged(training, log, request)
 
 
-def _training(setup: question.TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:
+def _training(setup: question.TrainingSetup, model: nn.Module, meshes: steps.RankMeshes) -> steps.Training:
     if meshes.stages is not None:
-        return make_pipeline_training(setup, model, meshes)
-    return make_training(setup, shard_layers(setup, model, meshes), meshes)
+        return steps.make_pipeline_training(setup, model, meshes)
+    return steps.make_training(setup, steps.shard_layers(setup, model, meshes), meshes)
 
 
-def _logged(training: Training, log: StorageLog, request: MemoryRequest) -> StepRun:
+def _logged(training: steps.Training, log: StorageLog, request: MemoryRequest) -> StepRun:
     parameters = list(training.model.parameters())
     log.mark("other", [*training.model.buffers(), *training.scalar_states()])
     log.mark("parameters", parameters)

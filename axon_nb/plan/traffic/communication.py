@@ -22,24 +22,9 @@ from axon_nb.plan import arguments
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.hardware import CARDS, FITTED, Link, Shares, link_between, resolve_links
 from axon_nb.plan.models import model_by_name
-from axon_nb.plan.tracing.subject import (
-    ModelSource,
-    checked_module_filter,
-    owner,
-    resolve_dtype,
-    resolve_optimizer,
-    split_experts,
-)
+from axon_nb.plan.tracing import subject as subjects
 from axon_nb.plan.tracing.trace import ModelTrace, trace_model
 from axon_nb.plan.traffic import parallelism as data
-from axon_nb.plan.traffic.parallelism import (
-    LocalTensor,
-    StageAssignment,
-    assign_stages,
-    local_parameters,
-    pipeline_traffic,
-    tensor_parallel_traffic,
-)
 from axon_nb.plan.traffic.plan import GRADIENT_AXES, CommunicationPlan, Traffic
 from axon_nb.plan.traffic.tokens import expert_traffic, ring_traffic
 
@@ -144,7 +129,7 @@ def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
     rows: tuple[Traffic, ...] = ()
     if layout.styles:
         rows = tuple(
-            tensor_parallel_traffic(
+            data.tensor_parallel_traffic(
                 layout.trace,
                 layout.styles,
                 num_ranks=tp,
@@ -179,7 +164,9 @@ def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
             for row in _data_rows(layout, here):
                 yield replace(row, pp_rank=pp_rank)
     if stages is not None:
-        yield from pipeline_traffic(layout.trace, stages, shares=layout.boundary_shares, positions=layout.size("cp"))
+        yield from data.pipeline_traffic(
+            layout.trace, stages, shares=layout.boundary_shares, positions=layout.size("cp")
+        )
         if tp > 1:
             for pp_rank in range(stages.num_ranks):
                 yield Traffic("tp", tp, "barrier", "backward", "end of the step", ((0, 1),), pp_rank=pp_rank)
@@ -193,19 +180,19 @@ def _recomputed(rows: Sequence[Traffic]) -> Iterator[Traffic]:
             yield replace(row, phase="backward", purpose=f"{row.purpose}, recomputed", overlaps_with=overlaps)
 
 
-def _data_rows(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> Iterator[Traffic]:
+def _data_rows(layout: ParallelLayout, parameters: Sequence[data.LocalTensor]) -> Iterator[Traffic]:
     for experts in (False, True):
         held = [parameter for parameter in parameters if parameter.is_expert is experts]
         if held and layout.gradient_group(experts=experts)[1] > 1:
             yield from _group_rows(layout, held, experts)
 
 
-def _group_rows(layout: ParallelLayout, parameters: Sequence[LocalTensor], experts: bool) -> Iterator[Traffic]:
+def _group_rows(layout: ParallelLayout, parameters: Sequence[data.LocalTensor], experts: bool) -> Iterator[Traffic]:
     axis, num_ranks = layout.gradient_group(experts=experts)
     if layout.strategy in arguments.UNSHARDED:
         trace = layout.trace
         buffers = [
-            LocalTensor(name, tuple(buffer.shape), buffer.dtype) for name, buffer in trace.model.named_buffers()
+            data.LocalTensor(name, tuple(buffer.shape), buffer.dtype) for name, buffer in trace.model.named_buffers()
         ] * (layout.broadcast_buffers and not experts)
         known = {held.name: held for held in parameters if held.has_grad}
         order = trace.ready if trace.has_inputs else list(known)[::-1]
@@ -273,7 +260,7 @@ class TrafficOptions(arguments.LayoutOptions, total=False):
 class ParallelLayout:
     """A layout and what follows from it. Fields without a docstring are those of `TrafficOptions`."""
 
-    source: ModelSource
+    source: subjects.ModelSource
     mesh: Mapping[str, int]
     strategy: str = "full_shard"
     mixed_precision: torch.dtype | None = None
@@ -300,7 +287,7 @@ class ParallelLayout:
     """One step of the whole model on one rank's batch."""
     styles: Mapping[str, str] = field(init=False)
     """Tensor-parallel style by module name."""
-    stages: StageAssignment | None = field(init=False)
+    stages: data.StageAssignment | None = field(init=False)
     """How the model is split over ``pp``; None: it is not."""
     experts: Mapping[str, int] = field(init=False)
     """Number of experts of each module that ``ep`` splits."""
@@ -312,12 +299,12 @@ class ParallelLayout:
                 "tp, pp, ep and cp send activations, so inputs= is required: one rank's batch, such as "
                 "torch.zeros(8, 128, dtype=torch.int64)."
             )
-        experts = split_experts(trace.model, self.size("ep"))
-        wrap = checked_module_filter(trace.model, self.wrap, "wrap")
+        experts = subjects.split_experts(trace.model, self.size("ep"))
+        wrap = subjects.checked_module_filter(trace.model, self.wrap, "wrap")
         styles = _styles(trace, self) if self.size("tp") > 1 else {}
         stages = None
         if self.size("pp") > 1:
-            stages = assign_stages(
+            stages = data.assign_stages(
                 trace,
                 num_ranks=self.size("pp"),
                 schedule=self.schedule,
@@ -357,26 +344,26 @@ class ParallelLayout:
         subject = {name: rest.pop(name) for name in ("inputs", "target", "loss", "batch", "seq") if name in rest}
         strategy = arguments.choice_value(rest.pop("strategy", "full_shard")).lower()
         mesh = arguments.resolve_mesh(world_size, rest.pop("mesh", None), strategy)
-        rest["mixed_precision"] = resolve_dtype(rest.pop("mixed_precision", None))
+        rest["mixed_precision"] = subjects.resolve_dtype(rest.pop("mixed_precision", None))
         _check_values(options, mesh)
-        source = ModelSource(model_by_name(model), **subject)
-        return cls(source, mesh, strategy, optimizer=resolve_optimizer(optimizer), **rest, **fields)
+        source = subjects.ModelSource(model_by_name(model), **subject)
+        return cls(source, mesh, strategy, optimizer=subjects.resolve_optimizer(optimizer), **rest, **fields)
 
     def size(self, *axes: str) -> int:
         """Product of the sizes of these axes; a missing axis counts as 1."""
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
 
     @cached_property
-    def parameters(self) -> list[LocalTensor]:
+    def parameters(self) -> list[data.LocalTensor]:
         """Each parameter as one rank along ``tp`` holds it."""
-        return local_parameters(self.trace, self.styles, self.size("tp"), self.experts, self.size("ep"))
+        return data.local_parameters(self.trace, self.styles, self.size("tp"), self.experts, self.size("ep"))
 
     @cached_property
-    def parameters_by_pp_rank(self) -> list[list[LocalTensor]]:
+    def parameters_by_pp_rank(self) -> list[list[data.LocalTensor]]:
         """The same, by the rank along ``pp`` that holds them."""
         if self.stages is None:
             return [self.parameters]
-        by_rank: list[list[LocalTensor]] = [[] for _ in range(self.size("pp"))]
+        by_rank: list[list[data.LocalTensor]] = [[] for _ in range(self.size("pp"))]
         for parameter in self.parameters:
             by_rank[self.stages.rank_of(parameter.name)].append(parameter)
         return by_rank
@@ -385,7 +372,7 @@ class ParallelLayout:
     def _divided(self) -> tuple[frozenset[str], frozenset[str]]:
         """Modules whose matrix products ``tp`` divides, as their parents or themselves; and parts that hold any."""
         named = frozenset(self.styles) | frozenset(name.rpartition(".")[0] for name in self.styles) - {""}
-        return named, frozenset(owner(name, self.trace.parts) for name in self.styles)
+        return named, frozenset(subjects.owner(name, self.trace.parts) for name in self.styles)
 
     def divides(self, path: str) -> bool:
         """Whether ``tp`` divides a module's matrix products: it is sharded, or a module beside or below it is."""
@@ -393,7 +380,7 @@ class ParallelLayout:
 
     def divides_part(self, path: str) -> bool:
         """Whether ``tp`` shards a module of the same block, or of the same child of the model."""
-        return bool(self.styles) and owner(path, self.trace.parts) in self._divided[1]
+        return bool(self.styles) and subjects.owner(path, self.trace.parts) in self._divided[1]
 
     @cached_property
     def boundary_shares(self) -> dict[str, int]:
