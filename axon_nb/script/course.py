@@ -75,7 +75,7 @@ def body_blocks(owner: Block) -> list[Block]:
         first -= 1
     indent = body[0].col_offset
     moved = [
-        line if number in within else _dedented(line, indent)
+        line if number in within else (line[indent:] if not line[:indent].strip() else line.lstrip())
         for number, line in enumerate(lines[first - 1 : body[-1].end_lineno], start=first)
     ]
     text = "\n".join(moved)
@@ -88,10 +88,6 @@ def body_blocks(owner: Block) -> list[Block]:
 
 def _is_remark(line: str) -> bool:
     return not line.strip() or line.lstrip().startswith("#")
-
-
-def _dedented(line: str, indent: int) -> str:
-    return line[indent:] if not line[:indent].strip() else line.lstrip()
 
 
 class Call(Struct, frozen=True):
@@ -412,7 +408,7 @@ def _with_values(course: Course, line: CommandLine) -> bool:
     for block in course.blocks:
         value, target = getattr(block.node, "value", None), _target(block.node)
         called = _parser_function(value, functions)
-        if called is not None and target and values is None and _builds_parser(functions[called]):
+        if called is not None and target and values is None and "ArgumentParser(" in functions[called].text:
             function = functions[called]
             assert isinstance(function.node, ast.FunctionDef)
             result = line.read_function(function.node)
@@ -455,7 +451,3 @@ def _parser_function(value: ast.expr | None, functions: dict[str, Block]) -> str
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and not value.args and not value.keywords:
         return value.func.id if value.func.id in functions else None
     return None
-
-
-def _builds_parser(function: Block) -> bool:
-    return "ArgumentParser(" in function.text

@@ -28,14 +28,8 @@ from axon_nb.plan.footprint.plan import MODEL_STATES_ONLY, OFFLOADED, MemoryPart
 from axon_nb.plan.models import CapturedModel, HuggingFaceModel, TensorSpec, next_token_loss
 from axon_nb.plan.muon import NOT_ZERO_1, is_muon, matrix_names
 from axon_nb.plan.repetition import BlockRun, shorten
+from axon_nb.plan.tracing import subject as subjects
 from axon_nb.plan.tracing.fake_tensors import WithoutCuda
-from axon_nb.plan.tracing.subject import (
-    checked_module_filter,
-    first_line,
-    resolve_optimizer,
-    split_experts,
-    stacked_experts,
-)
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _NOTE = "Model states only, by formula: no activations and no buffers, so a training step takes more than this."
@@ -77,7 +71,7 @@ class TrainingSetup:
     def _checkpointed_blocks(self, model: nn.Module) -> Any:
         blocks = self.request.activation_checkpointing
         if blocks is not True:
-            return checked_module_filter(model, blocks, "activation_checkpointing")
+            return subjects.checked_module_filter(model, blocks, "activation_checkpointing")
         row = equal_row(model)
         if row is None:
             raise PlanError("activation_checkpointing=True needs a model with a row of equal blocks: give their class.")
@@ -86,7 +80,7 @@ class TrainingSetup:
 
 def keep_part_of_experts(model: nn.Module, num_ranks: int) -> None:
     """Leave each module with experts as many as one rank along ep holds, in place."""
-    for name, count in split_experts(model, num_ranks).items():
+    for name, count in subjects.split_experts(model, num_ranks).items():
         module: Any = model.get_submodule(name)
         module.num_experts = count // num_ranks
         for leaf, whole in list(module.named_parameters(recurse=False)):
@@ -97,7 +91,7 @@ def keep_part_of_experts(model: nn.Module, num_ranks: int) -> None:
 
 def expert_modules(model: nn.Module, request: MemoryRequest) -> list[nn.Module]:
     """Return the modules whose experts ranks along ep share; the model has one rank's part of them."""
-    names = stacked_experts(model) if request.size("ep") > 1 else ()
+    names = subjects.stacked_experts(model) if request.size("ep") > 1 else ()
     return [model.get_submodule(name) for name in names]
 
 
@@ -242,7 +236,7 @@ def request_optimizer(request: MemoryRequest) -> OptimizerKind:
     options = dict(request.optimizer_options or {})
     if isinstance(optimizer, OptimizerKind):
         optimizer, options = optimizer.make, {**optimizer.options, **options}
-    make = resolve_optimizer(optimizer)
+    make = subjects.resolve_optimizer(optimizer)
     if make is None:
         raise PlanError("optimizer=None: memory of a step needs an optimizer, such as 'AdamW' or 'SGD'.")
     return OptimizerKind(_foreach(make, request), options)
@@ -312,13 +306,13 @@ def explain_failure(doing: str, hint: str) -> Iterator[None]:
     except (UsageError, MemoryError):
         raise
     except NO_VALUES as error:
-        why = f"{type(error).__name__}: {first_line(error)}"
+        why = f"{type(error).__name__}: {subjects.first_line(error)}"
         raise PlanError(
             f"The model cannot be {doing} on tensors without data because it reads their values "
             f"({why}): avoid .item(), .tolist(), `if tensor:` and boolean indexing."
         ) from error
     except Exception as error:
-        why = f"{type(error).__name__}: {first_line(error)}"
+        why = f"{type(error).__name__}: {subjects.first_line(error)}"
         raise PlanError(f"The model cannot be {doing} on tensors without data ({why}): {hint}.") from error
 
 

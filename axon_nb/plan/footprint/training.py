@@ -24,13 +24,7 @@ from torch.optim import Optimizer
 from axon_nb.parallel.data.sharded_model import FSDP, _zero_redundancy
 from axon_nb.parallel.data.units import local_shard, offload_states
 from axon_nb.parallel.memory import CPUOffload, OptimizerKind, ShardingStrategy, local_optimizer, optimizer_states
-from axon_nb.parallel.pipeline.schedule import (
-    PipelineSchedule,
-    check_counts,
-    default_num_stages,
-    schedule_class,
-    stages_of_rank,
-)
+from axon_nb.parallel.pipeline import schedule as schedules
 from axon_nb.parallel.pipeline.stages import Section, balance, child_costs, split_sections
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.fake_world import mesh_of
@@ -256,16 +250,16 @@ def stages_on_rank(request: MemoryRequest, model: nn.Module, place: int) -> dict
         PlanError: the batch cannot be split in this way.
     """
     schedule, num_stages, count = _numbers(request)
-    check_counts(schedule, num_ranks=request.size("pp"), num_stages=num_stages, num_microbatches=count)
+    schedules.check_counts(schedule, num_ranks=request.size("pp"), num_stages=num_stages, num_microbatches=count)
     stages = all_stages(model, num_stages)
-    own_stages = stages_of_rank(schedule, place, num_ranks=request.size("pp"), num_stages=num_stages)
+    own_stages = schedules.stages_of_rank(schedule, place, num_ranks=request.size("pp"), num_stages=num_stages)
     return {index: stages[index] for index in own_stages}
 
 
-def _numbers(request: MemoryRequest) -> tuple[PipelineSchedule, int, int]:
+def _numbers(request: MemoryRequest) -> tuple[schedules.PipelineSchedule, int, int]:
     """The schedule, the number of stages and the number of microbatches."""
-    schedule = PipelineSchedule.of(request.schedule)
-    num_stages = default_num_stages(schedule, request.size("pp"))
+    schedule = schedules.PipelineSchedule.of(request.schedule)
+    num_stages = schedules.default_num_stages(schedule, request.size("pp"))
     count, batch = request.num_microbatches or num_stages, request.batch
     if batch % count:
         raise PlanError(
@@ -377,7 +371,7 @@ def _driver(
     def loss_of(output: Any, stage_target: Any) -> torch.Tensor:
         return setup.loss(as_output(output), stage_target) / count
 
-    made = schedule_class(schedule)
+    made = schedules.schedule_class(schedule)
     return made(stages if schedule.has_many_stages else stages[0], count, loss_fn=loss_of, scale_grads=False)
 
 

@@ -44,14 +44,7 @@ from axon_nb.plan.muon import NOTE, is_muon
 from axon_nb.plan.pipeline import SchedulePlan
 from axon_nb.plan.process import run_in_process
 from axon_nb.plan.timing import pipeline_schedule, predict_step
-from axon_nb.plan.tracing.subject import (
-    ModelSource,
-    owner,
-    pipeline_parts,
-    resolve_dtype,
-    resolve_optimizer,
-    stacked_experts,
-)
+from axon_nb.plan.tracing import subject
 from axon_nb.plan.tracing.trace import ModelTrace, TraceInterpolator
 from axon_nb.plan.traffic.communication import ParallelLayout, traffic_of
 from axon_nb.plan.traffic.parallelism import LocalTensor
@@ -154,7 +147,7 @@ def _unsharded(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> tup
         if num_ranks[p.is_expert] == 1 and layout.mixed_precision is None:
             continue
         # Ranks along ep share experts with others than the rest of their block: a unit of their own.
-        name = f"{owner(p.name, layout.units)}{' experts' * p.is_expert}"
+        name = f"{subject.owner(p.name, layout.units)}{' experts' * p.is_expert}"
         computed = (layout.mixed_precision or p.dtype).itemsize
         units[name] = units.get(name, 0) + p.elements * computed
         if p.has_grad:
@@ -199,7 +192,7 @@ def _activations(layout: ParallelLayout, pp_rank: int) -> int:
     if layout.activation_checkpointing:
         inside: dict[str, int] = {}
         for keeper, size in saved.items():
-            block = owner(keeper, trace.blocks)
+            block = subject.owner(keeper, trace.blocks)
             inside[block] = inside.get(block, 0) + size
         outside = inside.pop("", 0)
         # Each block's input, as large as its output, is all that is kept of it.
@@ -399,10 +392,10 @@ def search(
     check_callable("loss", loss, "of the output (and the target, if there is one) to a scalar")
     check_callbacks(progress, cancel)
     samples = 2 * num_gpus if global_batch is None else global_batch
-    kinds, dtype = _strategies(strategies), resolve_dtype(mixed_precision)
+    kinds, dtype = _strategies(strategies), subject.resolve_dtype(mixed_precision)
     model = model_by_name(model)
-    source = ModelSource(model, inputs, target, loss, seq=seq)
-    make = resolve_optimizer(optimizer)
+    source = subject.ModelSource(model, inputs, target, loss, seq=seq)
+    make = subject.resolve_optimizer(optimizer)
     resolved = resolve_rates(("h100-tf32" if dtype is None else "h100") if rates is None else rates)
     wires = "h100" if links is None else links
     evaluator = _Evaluator(
@@ -457,7 +450,7 @@ def _stages(candidates: Iterable[Candidate], trace: ModelTrace | None) -> Iterat
     """Say what pipeline stages are made of, if the model is not a Sequential."""
     if trace is None or not any(one.pp > 1 and not one.reason for one in candidates):
         return
-    if parts := pipeline_parts(trace.model):
+    if parts := subject.pipeline_parts(trace.model):
         yield (
             f"pipeline stages of {type(trace.model).__name__} are parts of {parts[0]}, …, {parts[-1]} with about equal "
             "parameters; make them yourself for Pipeline.from_modules"
@@ -467,7 +460,7 @@ def _stages(candidates: Iterable[Candidate], trace: ModelTrace | None) -> Iterat
 class _Evaluator(Struct, frozen=True):
     """Evaluates layouts; holds what all of them share."""
 
-    source: ModelSource
+    source: subject.ModelSource
     optimizer: Callable[..., Optimizer] | None
     dtype: torch.dtype | None
     wrap: Any
@@ -576,7 +569,7 @@ def _limits(traces: TraceInterpolator, samples: int, num_gpus: int, most: dict[s
         most: Largest number of ranks along each axis, as in `search`.
     """
     trace = traces.at(samples // math.gcd(samples, num_gpus))
-    experts = set(stacked_experts(trace.model).values())
+    experts = set(subject.stacked_experts(trace.model).values())
     positions = traces.source.positions if trace.attention else 0
     most_cp = positions // MIN_POSITIONS if most["cp"] is None else most["cp"]
     return AxisLimits(
