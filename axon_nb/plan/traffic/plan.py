@@ -19,29 +19,25 @@ GRADIENT_AXES = ("replicate", "dp", "shard", "ep", "cp")
 """Axes along which ranks have different samples, or positions of a sequence, and average their gradients."""
 _HEAD = ("axis", "ranks", "collective", "phase", "purpose", "calls", "bytes", "sent per rank", "time, ms")
 _MIB = 1024.0 * 1024.0
-# torch's operation names, which differ between versions, and whether a span's bytes are those of one rank's shard.
-OPERATIONS = {
-    "_allgather_base": ("all_gather", False),
-    "_reduce_scatter_base": ("reduce_scatter", True),
-    "all_gather_single": ("all_gather", False),
-    "all_gather_single_coalesced": ("all_gather", False),
-    "all_to_all_single": ("all_to_all", False),
-    "allgather": ("all_gather", False),
-    "allgather_coalesced": ("all_gather", False),
-    "allgather_into_tensor_coalesced": ("all_gather", False),
-    "allreduce": ("all_reduce", False),
-    "allreduce_coalesced": ("all_reduce", False),
-    "alltoall": ("all_to_all", False),
-    "alltoall_base": ("all_to_all", False),
-    "barrier": ("barrier", False),
-    "broadcast": ("broadcast", False),
-    "recv": ("recv", False),
-    "reduce_scatter": ("reduce_scatter", True),
-    "reduce_scatter_single": ("reduce_scatter", True),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", True),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", True),
-    "send": ("send", False),
-}
+_NAMES = {
+    "all_gather": (
+        "_allgather_base", "all_gather_single", "all_gather_single_coalesced", "allgather", "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+    ),
+    "all_reduce": ("allreduce", "allreduce_coalesced"),
+    "all_to_all": ("all_to_all_single", "alltoall", "alltoall_base"),
+    "barrier": ("barrier",),
+    "broadcast": ("broadcast",),
+    "recv": ("recv",),
+    "reduce_scatter": (
+        "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
+        "reduce_scatter_tensor_coalesced",
+    ),
+    "send": ("send",),
+}  # fmt: skip
+"""torch's names of each operation, which differ between versions."""
+OPERATIONS = {name: (kind, kind == "reduce_scatter") for kind, names in _NAMES.items() for name in names}
+"""By torch's name: the operation, and whether a span's bytes are those of one rank's shard."""
 
 
 @dataclass(frozen=True, slots=True)
