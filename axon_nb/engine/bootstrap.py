@@ -129,7 +129,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
         epoch: How often the groups have been rebuilt; above 0, this rank replaces one that died.
         groups: Groups besides the default one that the replaced rank was in.
     """
-    kernel = get_ipython().kernel
+    kernel = _shell().kernel
     if sys.modules.get("debugpy", kernel) is None:
         del sys.modules["debugpy"]  # cells may import it
     hooks.show_modules(kernel.shell)
@@ -193,6 +193,10 @@ def _raise_file_limit() -> None:
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _shell() -> Any:
+    return get_ipython()
 
 
 def _install(session: RankSession, native_output: NativeOutput) -> None:

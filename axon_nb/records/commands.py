@@ -186,11 +186,13 @@ PLAN = ClusterCommand(
             "max_cp", "most ranks that share a sequence (default: as many as leave each 4,096 tokens)", None, int,
             "--max-cp", "N",
         ),
+        Option("optimizer", "such as Muon or SGD (default: AdamW)", "AdamW", flag="--optimizer", metavar="NAME"),
         Option("top", "how many layouts (default: 5)", 5, int, "--top", "N"),
     ),
     tool="Rank the training layouts (data, expert, context, tensor, pipeline parallel) of a model.\n\n"
     'model: the size of a GPT such as "7B" or "13B", or a Hugging Face model. card: "h100", "a100" and so on.\n'
     "max_ep, max_cp: most ranks that share the experts, and a sequence (default: all that can; 4,096 tokens each).\n"
+    'optimizer: its name in torch.optim, or "Muon".\n'
     "It takes half a minute of processor time.",
 )  # fmt: skip
 """What needs no cluster."""

@@ -271,9 +271,10 @@ def plan_layouts(
     global_batch: int | None,
     max_ep: int | None,
     max_cp: int | None,
+    optimizer: str,
     top: int,
 ) -> dict[str, Any]:
-    """Rank the layouts of a model's training step in bfloat16 with AdamW.
+    """Rank the layouts of a model's training step in bfloat16.
 
     Args:
         model: The size of a GPT such as ``7B``, or a causal language model of Hugging Face: its name or folder.
@@ -284,6 +285,7 @@ def plan_layouts(
         global_batch: Samples per step over all GPUs; None: two per GPU.
         max_ep: As in `plan.search`.
         max_cp: As in `plan.search`.
+        optimizer: Its name in `torch.optim`, or Muon.
         top: How many layouts to return.
 
     Raises:
@@ -296,7 +298,7 @@ def plan_layouts(
         raise UsageError(f"--card {card}: must be one of {', '.join(CARDS)}.")
     size = SIZES.get(model.lower())
     source: Any = model
-    options: dict[str, Any] = {"seq": context, "max_ep": max_ep, "max_cp": max_cp}
+    options: dict[str, Any] = {"seq": context, "max_ep": max_ep, "max_cp": max_cp, "optimizer": optimizer}
     if size is not None:
         from axon_nb.parallel.models import GPTConfig
 

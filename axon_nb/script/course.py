@@ -75,7 +75,7 @@ def body_blocks(owner: Block) -> list[Block]:
         first -= 1
     indent = body[0].col_offset
     moved = [
-        line if number in within else (line[indent:] if not line[:indent].strip() else line.lstrip())
+        line if number in within else _dedented(line, indent)
         for number, line in enumerate(lines[first - 1 : body[-1].end_lineno], start=first)
     ]
     text = "\n".join(moved)
@@ -88,6 +88,10 @@ def body_blocks(owner: Block) -> list[Block]:
 
 def _is_remark(line: str) -> bool:
     return not line.strip() or line.lstrip().startswith("#")
+
+
+def _dedented(line: str, indent: int) -> str:
+    return line[indent:] if not line[:indent].strip() else line.lstrip()
 
 
 class Call(Struct, frozen=True):

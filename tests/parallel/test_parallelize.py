@@ -222,6 +222,7 @@ def test_invalid_plans_raise(two: Any) -> None:
             (tied(), {"0": "column"}, {}),
             (sharded(), {"0": "row"}, {}),
             (MLP(), "best", {}),
+            (MLP(), make_mesh(tp=2, device="cpu"), {}),
         ):
             with pytest.raises(UsageError) as caught:
                 parallelize(model, plan, **options)
@@ -244,7 +245,8 @@ def test_invalid_plans_raise(two: Any) -> None:
         assert reported[8].startswith("0 shares a parameter with another module")
         assert reported[9].startswith("0.weight is a DTensor; call parallelize first")
         assert reported[10].startswith("plan must be 'auto' or map patterns")
-        assert reported[11].startswith("sequence parallelism needs shape (…, positions, features)")
+        assert reported[11].endswith(" Name the mesh: `mesh=…`.")
+        assert reported[12].startswith("sequence parallelism needs shape (…, positions, features)")
 
 
 def test_parallel_cross_entropy_equals_torchs(world: Any) -> None:

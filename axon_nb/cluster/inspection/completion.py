@@ -65,7 +65,7 @@ class NameSnapshot:
             return fragment, _with_prefix(attributes, fragment)
         match = _NAME.search(before)
         fragment = (match.group(1) or "") if match else ""
-        if match is None or before.count('"') % 2 == 1 or before.count("'") % 2 == 1:
+        if match is None or _in_string(before):
             return "", []
         return fragment, _with_prefix({*self._names, *_WORDS}, fragment)
 
@@ -81,6 +81,10 @@ def _with_prefix(words: Iterable[str], prefix: str) -> list[str]:
     """Return the words with this prefix; private ones only if the prefix is private."""
     private = prefix.startswith("_")
     return sorted(word for word in words if word.startswith(prefix) and (private or not word.startswith("_")))
+
+
+def _in_string(before: str) -> bool:
+    return before.count('"') % 2 == 1 or before.count("'") % 2 == 1
 
 
 class CompletionClient:

@@ -20,11 +20,13 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.data.units import equal_row
 from axon_nb.parallel.memory import OptimizerKind, checkpoint_blocks
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
+from axon_nb.parallel.muon import Muon
 from axon_nb.plan.arguments import ZERO_2
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.fake_world import NO_VALUES
 from axon_nb.plan.footprint.plan import MODEL_STATES_ONLY, OFFLOADED, MemoryParts, MemoryPlan, MemoryRequest, RankMemory
 from axon_nb.plan.models import CapturedModel, HuggingFaceModel, TensorSpec, next_token_loss
+from axon_nb.plan.muon import NOT_ZERO_1, is_muon, matrix_names
 from axon_nb.plan.repetition import BlockRun, shorten
 from axon_nb.plan.tracing import subject as subjects
 from axon_nb.plan.tracing.fake_tensors import WithoutCuda
@@ -240,13 +242,23 @@ def request_optimizer(request: MemoryRequest) -> OptimizerKind:
     return OptimizerKind(_foreach(make, request), options)
 
 
-def checked_optimizer(request: MemoryRequest) -> OptimizerKind:
-    """Return the requested optimizer after trying a step on a tiny parameter.
+def checked_optimizers(request: MemoryRequest) -> dict[bool, OptimizerKind]:
+    """Return the requested optimizer after trying a step on a tiny parameter: by whether it is for Muon's matrices.
 
     Raises:
-        PlanError: it is unknown, rejects its options, or its states do not have the parameters' shapes.
+        PlanError: it is unknown, rejects its options, its states do not have the parameters' shapes, or it does not
+            work with the strategy.
     """
     kind = request_optimizer(request)
+    if not is_muon(kind.make):
+        return {False: _checked(request, kind)}
+    if request.strategy == "optimizer_state":
+        raise PlanError(NOT_ZERO_1)
+    options = {name: value for name, value in kind.options.items() if name != "foreach"}
+    return {True: _checked(request, OptimizerKind(Muon, options)), False: OptimizerKind(torch.optim.AdamW)}
+
+
+def _checked(request: MemoryRequest, kind: OptimizerKind) -> OptimizerKind:
     try:
         kind.bytes_per_element(torch.float32)
     except UsageError as error:
@@ -309,23 +321,20 @@ class ModelStates:
 
     Args:
         request: The request.
-        shapes: Shape, dtype and requires_grad of each parameter of a rank before it is sharded over data ranks,
-            by coordinate along pp.
-        optimizer: The optimizer whose states are counted.
-        experts: The same as `shapes`, for the parameters of experts that ranks along ep share.
+        shapes: Shape, dtype and requires_grad of each parameter of a rank before it is sharded over data ranks, by
+            coordinate along pp; and that by whether ranks along ep share them, and whether Muon updates them.
+        optimizers: The optimizers whose states are counted, by whether they are for Muon's matrices.
     """
 
     def __init__(
         self,
         request: MemoryRequest,
-        shapes: Mapping[int, Sequence[Any]],
-        optimizer: OptimizerKind,
-        experts: Mapping[int, Sequence[Any]] | None = None,
+        shapes: Mapping[tuple[bool, bool], Mapping[int, Sequence[Any]]],
+        optimizers: Mapping[bool, OptimizerKind],
     ) -> None:
         self._request = request
         self._shapes = shapes
-        self._experts = experts or {}
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         is_partitioned = request.strategy == "optimizer_state" and request.size("pp") == 1
         self._owned = self._partition() if is_partitioned else None
         self._known: dict[tuple[int, int], MemoryParts] = {}
@@ -358,7 +367,8 @@ class ModelStates:
     def _partition(self) -> list[set[int]]:
         from axon_nb.parallel.memory import partition_parameters
 
-        return partition_parameters([math.prod(shape) for shape, _, _ in self._shapes[0]], self._request.num_sharers)
+        sizes = [math.prod(shape) for shape, _, _ in self._shapes[False, False][0]]
+        return partition_parameters(sizes, self._request.num_sharers)
 
     def _compute(self, stage: int, sharer: int) -> MemoryParts:
         from axon_nb.parallel.memory import CPUOffload, ShardingStrategy, model_states
@@ -366,20 +376,23 @@ class ModelStates:
         request = self._request
         size = request.num_sharers * request.size("replicate", "shard")
         parts = [0, 0, 0]
-        for shapes, num_ranks in ((self._shapes, size), (self._experts, size // request.size("ep"))):
+        for (is_expert, is_matrix), shapes in self._shapes.items():
+            num_ranks = size // request.size("ep") if is_expert else size
+            if not (held := shapes.get(stage)):
+                continue
             stats = model_states(
-                shapes.get(stage, ()),
+                held,
                 ShardingStrategy("no_shard" if request.strategy == "ddp" else request.strategy),
                 world_size=num_ranks,
                 shard_size=request.size("shard") if request.strategy == "hybrid_shard" else None,
                 rank=sharer % num_ranks,
-                optimizer=self._optimizer,
+                optimizer=self._optimizers[is_matrix],
                 cpu_offload=CPUOffload(request.cpu_offload),
                 owned=None if self._owned is None else self._owned[sharer],
                 device_type=request.device,
             )
             found = stats.param_memory_bytes, stats.grad_memory_bytes, stats.optim_memory_bytes
-            parts = [held + more for held, more in zip(parts, found, strict=True)]
+            parts = [before + more for before, more in zip(parts, found, strict=True)]
         return MemoryParts(*parts)
 
     def _worst(self) -> list[int]:
@@ -387,7 +400,8 @@ class ModelStates:
         if self._owned is None or size("pp") > 1:
             # The first rank of each shard group: no other has more.
             return [stage * (self._request.world_size // size("pp")) for stage in range(size("pp"))]
-        loads = [sum(math.prod(self._shapes[0][number][0]) for number in owned) for owned in self._owned]
+        shapes = self._shapes[False, False][0]
+        loads = [sum(math.prod(shapes[number][0]) for number in owned) for owned in self._owned]
         return [loads.index(max(loads)) * size("tp")]
 
 
@@ -404,11 +418,13 @@ def closed_form_plan(request: MemoryRequest) -> MemoryPlan:
     with torch.device("meta"):
         model = training_setup(request).model()
     experts = expert_parameters(model, request)
-    shapes, stacked = (
-        [(tuple(p.shape), p.dtype, p.requires_grad) for p in model.parameters() if (p in experts) is kind]
-        for kind in (False, True)
-    )
-    states = ModelStates(request, {0: shapes}, checked_optimizer(request), {0: stacked})
+    optimizers = checked_optimizers(request)
+    matrices = matrix_names(model) if True in optimizers else ()
+    shapes: dict[tuple[bool, bool], dict[int, list[Any]]] = {}
+    for name, p in model.named_parameters():
+        kept = shapes.setdefault((p in experts, name in matrices), {0: []})
+        kept[0].append((tuple(p.shape), p.dtype, p.requires_grad))
+    states = ModelStates(request, shapes, optimizers)
     ranks = tuple(
         RankMemory(rank, request.coordinates(rank), parts, parts, host_bytes=states.host_bytes(rank))
         for rank in states.requested_ranks()

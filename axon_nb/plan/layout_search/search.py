@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from axon_nb.errors import UsageError
 from axon_nb.parallel.data.units import Wrap
 from axon_nb.parallel.memory import OptimizerKind, ShardingStrategy, model_states
+from axon_nb.parallel.muon import Muon
 from axon_nb.parallel.pipeline.schedule import PipelineMemoryStats, PipelineSchedule
 from axon_nb.plan.arguments import (
     SINGLE_AXIS_STRATEGIES,
@@ -39,6 +40,7 @@ from axon_nb.plan.hardware import CARDS, FITTED, Link, Rates, resolve_links, res
 from axon_nb.plan.layout_search.meshes import AxisLimits, CandidateMesh, candidate_meshes, divisors
 from axon_nb.plan.layout_search.plan import Candidate, SearchPlan
 from axon_nb.plan.models import check_model, dtype_name, model_by_name
+from axon_nb.plan.muon import NOTE, is_muon
 from axon_nb.plan.pipeline import SchedulePlan
 from axon_nb.plan.process import run_in_process
 from axon_nb.plan.timing import pipeline_schedule, predict_step
@@ -112,16 +114,23 @@ class _CachedOptimizerKind(OptimizerKind):
 
 def _states(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> int:
     make = layout.optimizer or torch.optim.AdamW
-    kind: OptimizerKind = layout.trace.cached(("states of", make), lambda: _CachedOptimizerKind(make))
+    kinds: dict[bool, OptimizerKind] = layout.trace.cached(
+        ("states of", make),
+        lambda: {
+            True: _CachedOptimizerKind(Muon),
+            False: _CachedOptimizerKind(torch.optim.AdamW if layout.matrices else make),
+        },
+    )
     strategy = ShardingStrategy.NO_SHARD if layout.strategy == "ddp" else ShardingStrategy(layout.strategy)
     return sum(
         model_states(
-            [(p.shape, p.dtype, p.requires_grad) for p in parameters if p.is_expert is experts],
+            [(p.shape, p.dtype, p.requires_grad) for p in held],
             strategy,
             world_size=layout.gradient_group(experts=experts)[1],
-            optimizer=kind,
+            optimizer=[kinds[p.name in layout.matrices] for p in held],
         ).total_bytes
         for experts in (False, True)
+        for held in ([p for p in parameters if p.is_expert is experts],)
     )
 
 
@@ -511,7 +520,7 @@ class _Evaluator(Struct, frozen=True):
         for activation_checkpointing in (False, True):
             plan: SchedulePlan | None = None
             for strategy in self._strategies(plain.pp, plain.num_sharers):
-                if strategy == "optimizer_state" and plain.ep > 1:
+                if strategy == "optimizer_state" and (plain.ep > 1 or base.matrices):
                     continue  # `plan.memory` refuses it
                 layout = replace(base, strategy=strategy, activation_checkpointing=activation_checkpointing)
                 traffic = traffic_of(layout, self.links)
@@ -538,6 +547,8 @@ class _Evaluator(Struct, frozen=True):
                 axes.setdefault(str(link), []).append(axis)
             for text, names in axes.items():
                 yield f"{', '.join(names)}: {text}"
+        if is_muon(self.optimizer):
+            yield NOTE
         if "ep" in limits.shared:
             yield "every expert gets as many tokens; ranks along ep also have different samples"
         yield f"pipelines run {self.schedule.value}; their stages use shard_grad_op"

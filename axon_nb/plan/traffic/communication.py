@@ -18,13 +18,29 @@ from axon_nb.parallel.data.units import Wrap, describe_units, make_units
 from axon_nb.parallel.memory import ShardingStrategy
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.parallel.tensor.parallelize import STYLES, automatic_plan, check_divisible
-from axon_nb.plan import arguments
+from axon_nb.plan import arguments, muon
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.hardware import CARDS, FITTED, Link, Shares, link_between, resolve_links
 from axon_nb.plan.models import model_by_name
-from axon_nb.plan.tracing import subject as subjects
+from axon_nb.plan.tracing.subject import (
+    ModelSource,
+    checked_module_filter,
+    owner,
+    resolve_dtype,
+    resolve_optimizer,
+    split_experts,
+)
 from axon_nb.plan.tracing.trace import ModelTrace, trace_model
 from axon_nb.plan.traffic import parallelism as data
+from axon_nb.plan.traffic.muon import step_traffic
+from axon_nb.plan.traffic.parallelism import (
+    LocalTensor,
+    StageAssignment,
+    assign_stages,
+    local_parameters,
+    pipeline_traffic,
+    tensor_parallel_traffic,
+)
 from axon_nb.plan.traffic.plan import GRADIENT_AXES, CommunicationPlan, Traffic
 from axon_nb.plan.traffic.tokens import expert_traffic, ring_traffic
 
@@ -119,6 +135,8 @@ def _notes(layout: ParallelLayout) -> Iterator[str]:
         yield "every expert gets as many tokens; experts are sharded as a unit of their own"
     if layout.size("cp") > 1:
         yield "keys and values go round the ring of cp once in forward, and once in backward with their gradients"
+    if layout.matrices:
+        yield muon.NOTE
     if layout.stages is not None:
         yield "pipeline ranks receive as much as they send; time is counted at the sender"
 
@@ -129,7 +147,7 @@ def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
     rows: tuple[Traffic, ...] = ()
     if layout.styles:
         rows = tuple(
-            data.tensor_parallel_traffic(
+            tensor_parallel_traffic(
                 layout.trace,
                 layout.styles,
                 num_ranks=tp,
@@ -159,14 +177,13 @@ def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
     yield from rows
     if layout.activation_checkpointing:
         yield from _recomputed(rows)
-    if layout.size(*GRADIENT_AXES) > 1:
-        for pp_rank, here in enumerate(layout.parameters_by_pp_rank):
+    for pp_rank, here in enumerate(layout.parameters_by_pp_rank):
+        if layout.size(*GRADIENT_AXES) > 1:
             for row in _data_rows(layout, here):
                 yield replace(row, pp_rank=pp_rank)
+        yield from step_traffic(layout, pp_rank)
     if stages is not None:
-        yield from data.pipeline_traffic(
-            layout.trace, stages, shares=layout.boundary_shares, positions=layout.size("cp")
-        )
+        yield from pipeline_traffic(layout.trace, stages, shares=layout.boundary_shares, positions=layout.size("cp"))
         if tp > 1:
             for pp_rank in range(stages.num_ranks):
                 yield Traffic("tp", tp, "barrier", "backward", "end of the step", ((0, 1),), pp_rank=pp_rank)
@@ -180,19 +197,19 @@ def _recomputed(rows: Sequence[Traffic]) -> Iterator[Traffic]:
             yield replace(row, phase="backward", purpose=f"{row.purpose}, recomputed", overlaps_with=overlaps)
 
 
-def _data_rows(layout: ParallelLayout, parameters: Sequence[data.LocalTensor]) -> Iterator[Traffic]:
+def _data_rows(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> Iterator[Traffic]:
     for experts in (False, True):
         held = [parameter for parameter in parameters if parameter.is_expert is experts]
         if held and layout.gradient_group(experts=experts)[1] > 1:
             yield from _group_rows(layout, held, experts)
 
 
-def _group_rows(layout: ParallelLayout, parameters: Sequence[data.LocalTensor], experts: bool) -> Iterator[Traffic]:
+def _group_rows(layout: ParallelLayout, parameters: Sequence[LocalTensor], experts: bool) -> Iterator[Traffic]:
     axis, num_ranks = layout.gradient_group(experts=experts)
     if layout.strategy in arguments.UNSHARDED:
         trace = layout.trace
         buffers = [
-            data.LocalTensor(name, tuple(buffer.shape), buffer.dtype) for name, buffer in trace.model.named_buffers()
+            LocalTensor(name, tuple(buffer.shape), buffer.dtype) for name, buffer in trace.model.named_buffers()
         ] * (layout.broadcast_buffers and not experts)
         known = {held.name: held for held in parameters if held.has_grad}
         order = trace.ready if trace.has_inputs else list(known)[::-1]
@@ -260,7 +277,7 @@ class TrafficOptions(arguments.LayoutOptions, total=False):
 class ParallelLayout:
     """A layout and what follows from it. Fields without a docstring are those of `TrafficOptions`."""
 
-    source: subjects.ModelSource
+    source: ModelSource
     mesh: Mapping[str, int]
     strategy: str = "full_shard"
     mixed_precision: torch.dtype | None = None
@@ -287,7 +304,7 @@ class ParallelLayout:
     """One step of the whole model on one rank's batch."""
     styles: Mapping[str, str] = field(init=False)
     """Tensor-parallel style by module name."""
-    stages: data.StageAssignment | None = field(init=False)
+    stages: StageAssignment | None = field(init=False)
     """How the model is split over ``pp``; None: it is not."""
     experts: Mapping[str, int] = field(init=False)
     """Number of experts of each module that ``ep`` splits."""
@@ -299,12 +316,12 @@ class ParallelLayout:
                 "tp, pp, ep and cp send activations, so inputs= is required: one rank's batch, such as "
                 "torch.zeros(8, 128, dtype=torch.int64)."
             )
-        experts = subjects.split_experts(trace.model, self.size("ep"))
-        wrap = subjects.checked_module_filter(trace.model, self.wrap, "wrap")
+        experts = split_experts(trace.model, self.size("ep"))
+        wrap = checked_module_filter(trace.model, self.wrap, "wrap")
         styles = _styles(trace, self) if self.size("tp") > 1 else {}
         stages = None
         if self.size("pp") > 1:
-            stages = data.assign_stages(
+            stages = assign_stages(
                 trace,
                 num_ranks=self.size("pp"),
                 schedule=self.schedule,
@@ -344,26 +361,39 @@ class ParallelLayout:
         subject = {name: rest.pop(name) for name in ("inputs", "target", "loss", "batch", "seq") if name in rest}
         strategy = arguments.choice_value(rest.pop("strategy", "full_shard")).lower()
         mesh = arguments.resolve_mesh(world_size, rest.pop("mesh", None), strategy)
-        rest["mixed_precision"] = subjects.resolve_dtype(rest.pop("mixed_precision", None))
+        rest["mixed_precision"] = resolve_dtype(rest.pop("mixed_precision", None))
         _check_values(options, mesh)
-        source = subjects.ModelSource(model_by_name(model), **subject)
-        return cls(source, mesh, strategy, optimizer=subjects.resolve_optimizer(optimizer), **rest, **fields)
+        source = ModelSource(model_by_name(model), **subject)
+        make = resolve_optimizer(optimizer)
+        if strategy == "optimizer_state" and muon.is_muon(make):
+            raise PlanError(muon.NOT_ZERO_1)
+        return cls(source, mesh, strategy, optimizer=make, **rest, **fields)
 
     def size(self, *axes: str) -> int:
         """Product of the sizes of these axes; a missing axis counts as 1."""
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
 
     @cached_property
-    def parameters(self) -> list[data.LocalTensor]:
-        """Each parameter as one rank along ``tp`` holds it."""
-        return data.local_parameters(self.trace, self.styles, self.size("tp"), self.experts, self.size("ep"))
+    def matrices(self) -> frozenset[str]:
+        """Names of the parameters that Muon updates; empty: it is another optimizer."""
+        return muon.matrix_names(self.trace.model) if muon.is_muon(self.optimizer) else frozenset()
 
     @cached_property
-    def parameters_by_pp_rank(self) -> list[list[data.LocalTensor]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each whole parameter."""
+        return {name: tuple(parameter.shape) for name, parameter in self.trace.parameters}
+
+    @cached_property
+    def parameters(self) -> list[LocalTensor]:
+        """Each parameter as one rank along ``tp`` holds it."""
+        return local_parameters(self.trace, self.styles, self.size("tp"), self.experts, self.size("ep"))
+
+    @cached_property
+    def parameters_by_pp_rank(self) -> list[list[LocalTensor]]:
         """The same, by the rank along ``pp`` that holds them."""
         if self.stages is None:
             return [self.parameters]
-        by_rank: list[list[data.LocalTensor]] = [[] for _ in range(self.size("pp"))]
+        by_rank: list[list[LocalTensor]] = [[] for _ in range(self.size("pp"))]
         for parameter in self.parameters:
             by_rank[self.stages.rank_of(parameter.name)].append(parameter)
         return by_rank
@@ -372,7 +402,7 @@ class ParallelLayout:
     def _divided(self) -> tuple[frozenset[str], frozenset[str]]:
         """Modules whose matrix products ``tp`` divides, as their parents or themselves; and parts that hold any."""
         named = frozenset(self.styles) | frozenset(name.rpartition(".")[0] for name in self.styles) - {""}
-        return named, frozenset(subjects.owner(name, self.trace.parts) for name in self.styles)
+        return named, frozenset(owner(name, self.trace.parts) for name in self.styles)
 
     def divides(self, path: str) -> bool:
         """Whether ``tp`` divides a module's matrix products: it is sharded, or a module beside or below it is."""
@@ -380,7 +410,7 @@ class ParallelLayout:
 
     def divides_part(self, path: str) -> bool:
         """Whether ``tp`` shards a module of the same block, or of the same child of the model."""
-        return bool(self.styles) and subjects.owner(path, self.trace.parts) in self._divided[1]
+        return bool(self.styles) and owner(path, self.trace.parts) in self._divided[1]
 
     @cached_property
     def boundary_shares(self) -> dict[str, int]:

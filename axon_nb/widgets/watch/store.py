@@ -187,7 +187,7 @@ def _outer_loops(bars: Sequence[Bar], depth: int) -> tuple[int, ...]:
 
 
 def _merge(bars: Mapping[int, Bar], outer: Mapping[int, tuple[int, ...]]) -> MergedBar:
-    shares = {rank: (min(1.0, bar.done / bar.total) if bar.total else 0.0) for rank, bar in bars.items()}
+    shares = {rank: _share_done(bar) for rank, bar in bars.items()}
     slowest = min(bars, key=lambda rank: (outer[rank], shares[rank], bars[rank].done))
     fastest = max(bars, key=lambda rank: (outer[rank], shares[rank], bars[rank].done))
     slow, fast = bars[slowest], bars[fastest]
@@ -222,6 +222,10 @@ def _distance(slow: Bar, fast: Bar, outer_slow: tuple[int, ...], outer_fast: tup
             return 0
         done += (outer_fast[-1] - outer_slow[-1]) * slow.total
     return done - slow.done if done - slow.done > max(1, done / 100) else 0
+
+
+def _share_done(bar: Bar) -> float:
+    return min(1.0, bar.done / bar.total) if bar.total else 0.0
 
 
 def _count(bar: Bar) -> str:
