@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from axon_nb.errors import UsageError
 from axon_nb.plan import muon
 from axon_nb.plan.arguments import ZERO_2, check_int, check_number
-from axon_nb.plan.display import Shown, Table, format_flops, format_ms, paint_of, plotly_figure
+from axon_nb.plan.display import Shown, Table, bar, format_flops, format_ms, paint_of, plotly_figure, titled
 from axon_nb.plan.hardware import FITTED, Link, Rates, Work, resolve_rates
 from axon_nb.plan.pipeline import SchedulePlan, StageTimes, schedule
 from axon_nb.plan.tracing.subject import owner
@@ -148,24 +148,17 @@ class StepTime(Shown):
     def figure(self) -> Any:
         """A plotly figure: one bar of milliseconds, part by part."""
         bars = [
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": part,
-                "marker": {"color": paint_of(part)},
-                "x": [1e3 * seconds],
-                "y": ["step"],
-            }
+            bar(part, [1e3 * seconds], ["step"], paint_of(part), orientation="h")
             for part, seconds in self.parts.items()
         ]
-        layout = {
-            "barmode": "stack",
-            "title": {"text": f"{self.title}: {format_ms(self.total_s)} ms per step"},
-            "xaxis": {"title": {"text": "ms"}},
-            "yaxis": {"showticklabels": False},
-            "legend": {"traceorder": "normal"},
-            "height": 320,
-        }
+        layout = titled(
+            f"{self.title}: {format_ms(self.total_s)} ms per step",
+            barmode="stack",
+            xaxis=titled("ms"),
+            yaxis={"showticklabels": False},
+            legend={"traceorder": "normal"},
+            height=320,
+        )
         return plotly_figure(bars, layout)
 
     def _summary(self) -> str:

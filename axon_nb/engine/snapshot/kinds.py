@@ -85,6 +85,7 @@ _IMMUTABLE_PACKAGES = (
 _SCRIPTED = ("ScriptModule", "ScriptObject", "ScriptList", "ScriptDict")
 _OF_GROUPS = ("Reducer", "Logger")
 """Classes of torch.distributed whose objects belong to the process groups."""
+_NUMBERS = leaf(lambda value: value.get_state(), lambda value, saved: value.set_state(saved))
 _ITERATOR, _POINTED = "an iterator", "a pointer to memory"
 _OBSTACLES = {
     types.GeneratorType: "a generator",
@@ -503,7 +504,6 @@ _WEAK_DICT = Kind(
     lambda _, saved: (*saved, *saved.values()),
     lambda value, saved: same_dict(dict(value.items()), saved),
 )
-_NUMBERS = leaf(lambda value: value.get_state(), lambda value, saved: value.set_state(saved))
 _POSITION = Kind(_save_position, _set_position, lambda _, saved: saved[0], _same_position)
 _WITHOUT_ATTRIBUTES: dict[Any, Kind] = {
     types.FunctionType: Kind(_save_function, _set_function, _function_children, _same_function),

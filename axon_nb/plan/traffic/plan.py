@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.display import Shown, Table, format_ms, plotly_figure, unit_for
+from axon_nb.plan.display import Shown, Table, bar, format_ms, plotly_figure, titled, unit_for
 from axon_nb.plan.hardware import Link, rounds_and_volume
 from axon_nb.records.spans import Span
 from axon_nb.records.units import format_bytes
@@ -208,20 +208,18 @@ class CommunicationPlan(Shown):
         )
         rows = [row for row in self.select(pp_rank=busiest) if row.operation != "recv"]
         bars = [
-            {
-                "type": "bar",
-                "name": operation,
-                "x": [f"{row.axis}, {row.phase}" for row in rows if row.operation == operation],
-                "y": [value(row) for row in rows if row.operation == operation],
-                "customdata": [row.purpose for row in rows if row.operation == operation],
-                "hovertemplate": "%{customdata}<br>%{y:.4g}",
-            }
+            bar(
+                operation,
+                [f"{row.axis}, {row.phase}" for row in own],
+                [value(row) for row in own],
+                customdata=[row.purpose for row in own],
+                hovertemplate="%{customdata}<br>%{y:.4g}",
+            )
             for operation in dict.fromkeys(row.operation for row in rows)
+            for own in [[row for row in rows if row.operation == operation]]
         ]
         unit = "ms" if timed else f"{sent.name} sent per rank"
-        return plotly_figure(
-            bars, {"barmode": "stack", "title": {"text": self.title}, "yaxis": {"title": {"text": unit}}}
-        )
+        return plotly_figure(bars, titled(self.title, barmode="stack", yaxis=titled(unit)))
 
     def _summary(self) -> str:
         parts = []

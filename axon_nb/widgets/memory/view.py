@@ -5,7 +5,6 @@ The saved page has pictures, a table and text, which need neither a kernel nor s
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -378,8 +377,6 @@ class MemoryView(LiveView):
         super().__init__()
         if request_plan is not None:
             self.what_if = what_if_content(self._state, None)
-        view_ref = weakref.ref(self)
-        self.on_msg(lambda _, message, buffers: _on_what_if(view_ref, message))
 
     def show(self, replies: MemorySnapshot) -> None:
         """Show the ranks' replies; from any thread."""
@@ -401,6 +398,13 @@ class MemoryView(LiveView):
         """Return what is shown now as `text/html` and `text/plain`, which need neither a kernel nor scripts."""
         with self._lock:
             return memory_bundle(self._rows, self._state)
+
+    def on_message(self, message: dict[str, Any]) -> None:
+        """Handle a heartbeat or another scenario."""
+        super().on_message(message)
+        if message.get("op") == "what_if" and self._request_plan is not None:
+            setup = message.get("setup")
+            self._request_plan(setup if isinstance(setup, dict) else None)
 
     def make_content(self) -> dict[str, Any]:
         """Return the bars; their lengths are shares of the scale."""
@@ -448,13 +452,6 @@ def _live_bar(bar: memory_rows.Bar) -> dict[str, Any]:
         "labels": bar.labels,
     }
     return {name: value for name, value in marks.items() if value}
-
-
-def _on_what_if(view_ref: weakref.ref[MemoryView], message: dict[str, Any]) -> None:
-    view = view_ref()
-    if view is not None and message.get("op") == "what_if" and view._request_plan is not None:
-        setup = message.get("setup")
-        view._request_plan(setup if isinstance(setup, dict) else None)
 
 
 class MemoryPanel(LivePanel):

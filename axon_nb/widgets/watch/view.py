@@ -405,9 +405,10 @@ class WatchView(LiveView):
         with self._lock:
             return watch_bundle(self._store)
 
-    def on_op(self, op: str) -> None:
-        """Handle a click on the button."""
-        if op == "stop":
+    def on_message(self, message: dict[str, Any]) -> None:
+        """Handle a heartbeat or a click on the button."""
+        super().on_message(message)
+        if message.get("op") == "stop":
             self._stop()
 
     def make_content(self) -> dict[str, Any]:
