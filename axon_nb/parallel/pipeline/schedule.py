@@ -34,8 +34,8 @@ _MESSAGES = {
     "get_bwd_send_ops": "SEND_B",
 }
 _FUNCTIONS = ("_batch_p2p", "_wait_batch_p2p")
-_PARAMETERS = re.compile(r"PP:(\d+)(UNSHARD|RESHARD)")
-"""What torch calls the actions of stages with FSDP2 that begin to gather parameters, and free gathered ones."""
+_OF_SHARDS = re.compile(r"PP:(\d+)(UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)")
+"""What torch calls the actions of stages with FSDP2 that gather parameters, free them, and reduce gradients."""
 
 
 class PipelineSchedule(enum.Enum):
@@ -318,9 +318,10 @@ class StageWatch:
         stage: torch's stage; its methods are wrapped.
         rank: This rank, in the default group.
         group: Name of the pipeline's group.
+        is_alone: Whether it is its rank's only stage: then torch reduces gradients outside of its list of actions.
     """
 
-    def __init__(self, stage: Any, *, rank: int, group: str) -> None:
+    def __init__(self, stage: Any, *, rank: int, group: str, is_alone: bool) -> None:
         self.peak = 0
         """Peak number of live microbatches since it was last set to 0."""
         self._live = self._step = 0
@@ -332,7 +333,7 @@ class StageWatch:
             setattr(stage, name, functools.partial(self._compute, stage, name))
         for name in _MESSAGES:
             setattr(stage, name, functools.partial(self._label_messages, stage, name))
-        if self._is_sharded:
+        if self._is_sharded and is_alone:
             stage.perform_reduce_grad = functools.partial(self._reduce, stage)
 
     def begin_step(self, step: int) -> None:
@@ -430,7 +431,7 @@ def _watch_functions() -> dict[int, int]:
 
         def __exit__(self, *error: Any) -> None:
             super().__exit__(*error)
-            found = _PARAMETERS.fullmatch(self.name)
+            found = _OF_SHARDS.fullmatch(self.name)
             if found is not None and (rank := ranks.get(stage := int(found[1]))) is not None:
                 emit(Span(rank, "collective", found[2], self.start, now(), stage=stage))
 
