@@ -573,6 +573,8 @@ def _words(record: Struct) -> str:
             words += [name_ranks(value)] if value else []
         elif isinstance(value, Enum):
             words.append(f"({value.value})")
-        elif value not in ("", None) and value is not False:
-            words.append(f"{name} {value}" if isinstance(value, int) else str(value))
+        elif isinstance(value, int) and value is not False:
+            words.append(f"{name} {value}")
+        elif isinstance(value, str) and value:
+            words.append(value)
     return " ".join(words)

@@ -291,6 +291,21 @@ def test_groups_are_rebuilt_once_a_stuck_rank_returns(fresh_cluster: FreshCluste
     assert "All ranks are alive" in kernel.run("%distributed repair").traceback
 
 
+@pytest.mark.slow
+def test_rank_that_never_rebuilds_its_groups_ends_the_wait(fresh_cluster: FreshCluster, tmp_path: Path) -> None:
+    kernel = fresh_cluster(2)
+    os.mkfifo(tmp_path / "fifo")
+    kernel.ok(WAIT_IN_C.format(fifo=str(tmp_path / "fifo")))
+    planted = "import axon_nb.engine.kernel.interrupts as t_module\nt_module.recover = lambda epoch: t_wait_in_c()"
+    kernel.ok(f"%%distributed --ranks 1\n{planted}")
+    reply = kernel.run("%%distributed\nkept = rank\nif rank == 0: raise ValueError('bug')\ndist.barrier()", timeout=100)
+    assert "ValueError: bug" in reply.traceback
+    refused = kernel.run("%%distributed --ranks 0\ndist.all_reduce(torch.ones(1))")
+    assert "rank 1 is stuck in an earlier cell; run `%distributed repair --ranks 1`" in refused.traceback
+    assert "Replaced rank 1" in kernel.ok("%distributed repair --ranks 1").stdout
+    assert sorted(kernel.ok(WHOLE).lines()) == ["[rank 0] (2.0, 0)", "[rank 1] (2.0, None)"]
+
+
 @pytest.fixture(scope="module")
 def repaired() -> Iterator[tuple[Kernel, Reply]]:
     """A kernel with 3 ranks that train; rank 2 has died and was replaced with what rank 0 has."""
