@@ -55,7 +55,7 @@ class AxonError(Exception):
     """
 
     def _render_traceback_(self) -> list[str]:
-        return [f"{type(self).__name__}: {self}", *more(str(self))]
+        return [f"{type(self).__name__}: {self}", *more(str(self)), *getattr(self, "__notes__", ())]
 
 
 class UsageError(AxonError, ValueError):

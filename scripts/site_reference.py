@@ -48,7 +48,7 @@ or a reason.
 _AREAS = {
     "Starting ranks": ("axon_nb/cluster/launch/", "axon_nb/cluster/session/", "axon_nb/host/"),
     "Running cells": ("axon_nb/cluster/cells/", "axon_nb/cluster/failures/", "axon_nb/engine/bootstrap.py"),
-    "Repairing": ("axon_nb/cluster/recovery/", "axon_nb/cluster/rpc/"),
+    "Repairing": ("axon_nb/cluster/ranks/", "axon_nb/cluster/recovery/", "axon_nb/cluster/rpc/"),
     "Moving data": ("axon_nb/cluster/transfer/", "axon_nb/engine/transfer/", "axon_nb/engine/session.py"),
     "Settings and options": ("axon_nb/cluster/setting", "axon_nb/records/ranks.py", "magics/"),
     "Views": ("axon_nb/cluster/inspection/", "axon_nb/engine/inspection/", "axon_nb/widgets/", "axon_nb/show.py"),

@@ -18,6 +18,7 @@ from axon_nb.cluster.inspection.completion import CompletionClient
 from axon_nb.cluster.inspection.status import cluster_info, rank_stacks, status_frame
 from axon_nb.cluster.inspection.variables import difference_frame, variables_frame
 from axon_nb.cluster.launch.engines import shut_down_foreign
+from axon_nb.cluster.ranks.transitions import Lost
 from axon_nb.cluster.recovery.new_ranks import RepairReport
 from axon_nb.cluster.recovery.repair import repair
 from axon_nb.cluster.recovery.resize import ResizeReport, resize
@@ -325,7 +326,7 @@ class Cluster:
         """Stop all ranks, the controller and the agent, and remove their files. A second call does nothing."""
         if self.health.disconnect_reason:
             return
-        self.health.disconnect_reason = "was stopped"
+        self.health.feed(Lost("was stopped"))
         shut_down_foreign(self.client, self.state.launched, engines=self.engines, num_ranks=self.world_size)
         self.connection.stop()
         self.cells.mark_lost("was stopped")
@@ -333,7 +334,7 @@ class Cluster:
     def detach(self) -> None:
         """Disconnect; the cluster and its cell keep running for the keep-alive time. `axon_nb.attach` reconnects."""
         self.leave_cells()
-        self.health.disconnect_reason = LEFT_RUNNING
+        self.health.feed(Lost(LEFT_RUNNING))
         self.connection.close()
 
     def leave_cells(self) -> None:

@@ -201,7 +201,7 @@ class Trials:
             self.lost = why
             return
         try:
-            if health.dead or health.stuck or health.lost_contexts:
+            if health.world.missing:
                 returned = repair(state, None).returned
                 self.lost = "" if returned is not None else f"{why}, and no state was left"
                 refused = returned.refused if returned is not None else {}

@@ -346,11 +346,16 @@ class DeadlockWatch:
         client: The cluster's client.
         world: All live ranks.
         cell_ranks: The ranks that run the cell.
-        dead: The dead ranks, kept up to date by its owner. Replies of a dead rank outside the cell are not awaited.
+        dead: Returns the dead ranks. Replies of a dead rank outside the cell are not awaited.
     """
 
     def __init__(
-        self, client: RankClient, world: Sequence[int], cell_ranks: Sequence[int], *, dead: Container[int] = ()
+        self,
+        client: RankClient,
+        world: Sequence[int],
+        cell_ranks: Sequence[int],
+        *,
+        dead: Callable[[], Container[int]] = tuple,
     ) -> None:
         self._client = client
         self._dead = dead
@@ -374,7 +379,9 @@ class DeadlockWatch:
             now: The time.
             unfinished: The ranks that have not finished the cell, as far as the notebook knows.
         """
-        self._requests = {rank: future for rank, future in self._requests.items() if rank not in self._dead}
+        if self._requests:
+            dead = self._dead()
+            self._requests = {rank: future for rank, future in self._requests.items() if rank not in dead}
         if self._requests:
             self._silent = {rank: answer for rank, answer in self._requests.items() if not answer.done()}
             if not self._silent:

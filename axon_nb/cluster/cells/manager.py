@@ -23,6 +23,7 @@ from axon_nb.cluster.divergence import DivergenceWatch, sampler_hint
 from axon_nb.cluster.launch.compatibility import after_failure, collective_timeout
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.output.sinks import WaitNotice
+from axon_nb.cluster.ranks.transitions import ContextsLost, Disabled
 from axon_nb.cluster.recovery.new_ranks import kept_of
 from axon_nb.cluster.recovery.repair import AgentWatch, Recovery, auto_repair, rebuild_if_back, replace_stuck
 from axon_nb.cluster.rpc import request_all
@@ -170,12 +171,12 @@ class CellManager:
     def _resume(self) -> None:
         state, health = self.state, self.state.health
         state.is_paused = False
-        if health.dead or health.stuck or health.lost_contexts:  # a repair makes new connections
+        if health.world.missing:  # a repair makes new connections
             return
         try:
             self.run(cell_source(Resume()), quiet=True)
         except CellError:
-            health.groups_disabled, health.rebuild_when_back = "NCCL could not take its memory again", True
+            health.feed(Disabled("NCCL could not take its memory again", until_back=True))
             raise
 
     def mark_lost(self, reason: str) -> None:
@@ -285,7 +286,7 @@ class CellManager:
 
     def _abort_controller(self, ranks: Sequence[int]) -> AbortController:
         state = self.state
-        watch = DeadlockWatch(state.client, state.live_ranks, ranks, dead=state.health.dead)
+        watch = DeadlockWatch(state.client, state.live_ranks, ranks, dead=lambda: state.health.dead)
         # A cut needs Python in each operation, which NCCL's do not have.
         can_cut = state.backend != "nccl" and ranks == state.ranks
         stopped = AgentWatch(state.connection.agent).stopped
@@ -305,16 +306,9 @@ class CellManager:
             print(note, file=sys.stderr)
         if state.backend == "nccl":
             state.health.warn_nccl_untested()
-            state.health.lost_contexts.update(failures.lost_contexts(aborted.errors) if aborted is not None else [])
-        return Recovery(
-            state.client,
-            state.ranks,
-            state.health,
-            next_epoch=state.next_epoch,
-            agent=AgentWatch(state.connection.agent),
-            interrupted=lambda: aborted is not None and aborted.interrupted_at is not None,
-            slow_connect=state.backend == "nccl",
-        )
+            lost = failures.lost_contexts(aborted.errors) if aborted is not None else []
+            state.health.feed(ContextsLost(tuple(lost)))
+        return Recovery(state, lambda: aborted is not None and aborted.interrupted_at is not None)
 
     def finish(self, run: CellRun, options: CellOptions) -> CellResult:
         """Return the result of a cell that is done; raises as `run` does."""

@@ -60,7 +60,7 @@ class CellRun:
         self.is_call = False  # of axon_nb itself, such as a push
         self.output = output
         self.timeout_s = timeout_s
-        self.on_late_reply: Callable[[int], None] = lambda rank: None
+        self.on_late_reply: Callable[[int], object] = lambda rank: None
         self.on_late_output: Callable[[int, str, dict[str, Any]], None] = lambda rank, msg_type, content: None
         """Both are called from the IO thread if a rank that was reported as stuck finishes the cell, or prints."""
         self.on_long: Callable[[], None] | None = None

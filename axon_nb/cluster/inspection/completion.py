@@ -95,7 +95,7 @@ class CompletionClient:
 
     def __init__(self, state: ClusterState) -> None:
         self._client = state.connection.client
-        self._dead = state.health.dead
+        self._health = state.health
         self._snapshots: dict[int, NameSnapshot] = {}
         self._open: dict[tuple[int, type[Request[Any]]], tuple[Answer[Any], float]] = {}
 
@@ -148,7 +148,7 @@ class CompletionClient:
         kind, answer = type(request), None
         previous, sent_at = self._open.get((rank, kind), (None, 0.0))
         is_open = previous is not None and not previous.done() and time.monotonic() - sent_at < _ABANDON_S
-        if rank in self._dead or is_open:
+        if rank in self._health.dead or is_open:
             return None
         # The user is typing: a lost rank or cluster is reported where cells run, not here.
         with contextlib.suppress(Exception):

@@ -1,6 +1,7 @@
 """New ranks of a running cluster: fork them, give them the state of other ranks, and report what they got and lost.
 
-With `protect`, all ranks return to the last step that every one of them holds.
+`Work` carries out a repair or a resize, step by step as `transitions` decides. With `protect`, all ranks return to the
+last step that every one of them holds.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
@@ -21,11 +23,14 @@ from axon_nb.cluster.failures import REPAIR_HINT, Kept, RankError
 from axon_nb.cluster.launch.engines import ANSWER_S, COPY_S, STATES_S, ask, await_handshake, raise_if_exited
 from axon_nb.cluster.launch.launchers import fork_request, rank_hosts
 from axon_nb.cluster.launch.placement import rank_environment
-from axon_nb.errors import StartError
+from axon_nb.cluster.ranks.transitions import Done, Event, Failed, Perform, Repair, Resize, Step
+from axon_nb.errors import AxonError, ClusterLostError, StartError, UsageError
 from axon_nb.records.protocol import recovery as protocol
 from axon_nb.records.protocol.agent import GetInfo
+from axon_nb.records.protocol.cells import AbortRequest
 from axon_nb.records.protocol.inspection import StatusRequest
 from axon_nb.records.protocol.transfer import ListGroupVariables, PackNamespace, ReceiveNamespace, SendNamespace
+from axon_nb.records.protocol.wire import RankCall
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import count_of, format_bytes
 
@@ -35,6 +40,8 @@ if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
 _POLL_S = 0.05
+_KILL_TIMEOUT_S = 5.0
+_RELEASE_TIMEOUT_S, _RESEND_INTERVAL_S = 10.0, 0.25
 _MIN_BYTES_PER_S = 20e6
 _STATES_TIMEOUT_S = 1.0
 
@@ -55,6 +62,93 @@ def interrupts_deferred() -> Iterator[threading.Event]:
         yield interrupted
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+class Work:
+    """One repair or resize: subclasses perform its steps.
+
+    Args:
+        state: The cluster.
+        layout: Where the ranks are afterwards.
+        new: The ranks that get a new process.
+    """
+
+    closed_before = False
+    """Whether an abort has closed the groups already."""
+
+    def __init__(self, state: ClusterState, layout: Layout, new: Sequence[int]) -> None:
+        self.state, self.connection, self.layout, self.new = state, state.connection, layout, new
+        self.copied = Copied()
+        self._interrupted = threading.Event()
+        self._futures: list[tuple[int, Future[Any]]] = []
+
+    def steps(self) -> dict[Step, Callable[[], object]]:
+        """Return what performs each step."""
+        return {
+            Step.FORK: self._fork,
+            Step.REMOVE: self._remove,
+            Step.RELEASE: self._release,
+            Step.DISABLE: self._disable,
+        }
+
+    def carry_out(self, asked: Repair | Resize) -> None:
+        """Perform one step after the other, and what undoes them if one fails.
+
+        Raises:
+            UsageError: another one is in progress.
+            StartError: it failed; the message says what there is now, and a note how it came about.
+        """
+        health, steps = self.state.health, self.steps()
+        unforeseen: BaseException | None = None
+        with interrupts_deferred() as self._interrupted:
+            began, due = time.time(), health.feed(asked)
+            while isinstance(due, Perform):
+                try:
+                    steps[due.step]()
+                    event: Event = Done(due.step, self._interrupted.is_set())
+                except BaseException as error:  # whatever it was, the change ends
+                    if isinstance(error, ClusterLostError) or not isinstance(error, AxonError):
+                        unforeseen = unforeseen or error
+                    event = Failed(due.step, str(error))
+                due = health.feed(event)
+        if unforeseen is not None:
+            raise unforeseen
+        if due is not None and due.refused:
+            raise UsageError(due.error)
+        if due is not None and due.error:
+            failure = StartError(due.error)
+            failure.add_note("\n".join(["What happened:", *(f"  {one}" for one in health.story if one.at >= began)]))
+            raise failure
+
+    def _fork(self) -> None:
+        fork_ranks(self.connection, self.layout, self.new, self._interrupted)
+
+    def _send(self, calls: Mapping[int, RankCall[Any]]) -> dict[int, Future[Any]]:
+        futures = {rank: rpc.call(self.connection.client, rank, call) for rank, call in calls.items()}
+        self._futures += futures.items()
+        return futures
+
+    def _remove(self) -> None:
+        # The next repair would take the exit of one that is left for that of its successor.
+        self.connection.agent.kill_ranks(self.new, _KILL_TIMEOUT_S)
+
+    def _release(self) -> None:
+        """Release ranks from waiting for one that failed; until they are idle they cannot rebuild their groups."""
+        end = time.monotonic() + _RELEASE_TIMEOUT_S
+        again = self.closed_before
+        while time.monotonic() < end:
+            live = self.state.live_ranks
+            waiting = {rank: future for rank, future in self._futures if not future.done() and rank in live}
+            if not waiting:
+                return
+            for answer in [self.connection.client.request(rank, AbortRequest(again=again)) for rank in waiting]:
+                answer.wait(_RESEND_INTERVAL_S)
+            wait(waiting.values(), _RESEND_INTERVAL_S)
+            again = True
+
+    def _disable(self) -> None:
+        for rank in self.state.live_ranks:
+            rpc.call(self.connection.client, rank, protocol.DisableGroups(self.state.health.world.disabled))
 
 
 def list_groups(connection: Connection, survivors: Sequence[int]) -> list[protocol.GroupRecord]:

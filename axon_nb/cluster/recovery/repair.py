@@ -8,10 +8,10 @@ as are ranks that an interrupt or a failure left one optimizer step apart.
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from axon_nb.cluster import rpc
-from axon_nb.cluster.failures import REPAIR_HINT
 from axon_nb.cluster.launch.compatibility import can_replace, refusal
-from axon_nb.cluster.launch.engines import ANSWER_S, ask, join_config, store_address
+from axon_nb.cluster.launch.engines import ANSWER_S, ask, gather, join_config, store_address
 from axon_nb.cluster.launch.hosts import start_missing
 from axon_nb.cluster.launch.placement import place_ranks
+from axon_nb.cluster.ranks import transitions
+from axon_nb.cluster.ranks.transitions import AGENT_SILENT, ContextsLost, Disabled, Step
 from axon_nb.cluster.recovery import new_ranks
-from axon_nb.cluster.rpc import Answer, RankClient
-from axon_nb.cluster.state import ClusterState, Health
+from axon_nb.cluster.rpc import Answer
+from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import AxonError, ClusterLostError, StartError, UsageError
 from axon_nb.host.client import AgentClient, outcome
 from axon_nb.records.protocol import recovery as protocol
@@ -37,21 +38,14 @@ from axon_nb.records.protocol.wire import RankCall
 from axon_nb.records.ranks import format_ranks, name_ranks
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.launch.connection import Connection
     from axon_nb.cluster.launch.placement import Layout
 
-_ABORT_TIMEOUT_S = 2.0
 _AGENT_TIMEOUT_S = 10.0
-_KILL_TIMEOUT_S = 5.0
-_AGENT_SILENT = "the host agent does not respond, as if it was stopped or swapped out"
-_ATTEMPTS = 3
 _ATTEMPT_TIMEOUT_S = 10.0
 _SLOW_ATTEMPT_TIMEOUT_S = 60.0
-_RESEND_INTERVAL_S = 0.25
+"""NCCL's communicators connect slowly."""
 _REPORT_EVERY = 500
 """Abandoned groups are reported each time this many more have accumulated on one rank."""
-_PATIENCE_S, _PATIENCE_AFTER_INTERRUPT_S = 10.0, 1.0
-"""A host agent that does not reply for this long is stopped or swapped out; ranks cannot rendezvous without it."""
 _ASK_INTERVAL_S = 0.2
 _CELL_PATIENCE_S = 1.0
 """How long a cell waits for the host agent's reply."""
@@ -83,57 +77,109 @@ def repair(
     """
     targets = sorted({*state.health.dead, *state.health.lost_contexts, *(ranks or ())})
     _check_request(state, targets, source, names, all_allowed)
-    survivors = [rank for rank in state.ranks if rank not in targets]
     raise_if_silent(state)
     layout = state.layout if host is None else _moved(state, targets, host)
     start_missing(state.connection, layout, state.hosts, targets)
-    with new_ranks.interrupts_deferred() as interrupted:
-        reasons = {rank: state.health.dead.get(rank, "") for rank in targets}
-        _kill(state, [rank for rank in targets if rank not in state.health.dead])
-        lost = ask(state.connection, dict.fromkeys(survivors, protocol.FindLostShards(tuple(targets))))
-        _replace_ranks(state, layout, targets, survivors, interrupted)
-        copied = new_ranks.Copied() if source is None else _copy(state, targets, survivors, source, names)
-        returned = _return(state, targets) if targets and source is None else None
+    work = _Repair(state, layout, targets, source=source, names=names)
+    work.carry_out(transitions.Repair(tuple(targets), source))
     largest: dict[str, protocol.LostShards] = {}  # of what the survivors report
-    for part in (part for parts in lost.values() for part in parts):
+    for part in (part for parts in work.lost.values() for part in parts):
         if part.name not in largest or part.bytes > largest[part.name].bytes:
             largest[part.name] = part
-    kept = tuple(largest.values()) if returned is None else ()
-    return new_ranks.RepairReport(tuple(targets), tuple(survivors), reasons, source, copied, kept, returned)
+    kept = tuple(largest.values()) if work.returned is None else ()
+    return new_ranks.RepairReport(
+        tuple(targets), tuple(work.survivors), work.reasons, source, work.copied, kept, work.returned
+    )
+
+
+class _Repair(new_ranks.Work):
+    """Performs the steps of one repair."""
+
+    closed_before = True
+
+    def __init__(
+        self,
+        state: ClusterState,
+        layout: Layout,
+        targets: Sequence[int],
+        *,
+        source: int | None,
+        names: Sequence[str],
+    ) -> None:
+        super().__init__(state, layout, targets)
+        self.survivors = [rank for rank in state.ranks if rank not in targets]
+        self._source, self._names = source, names
+        dead = state.health.dead
+        self.reasons = {rank: dead.get(rank, "") for rank in targets}
+        self.lost: dict[int, Sequence[protocol.LostShards]] = {}
+        self.returned: new_ranks.Returned | None = None
+        self._groups: list[protocol.GroupRecord] = []
+
+    def steps(self) -> dict[Step, Callable[[], object]]:
+        own = {Step.KILL: self._kill, Step.SURVEY: self._survey, Step.FORM: self._form}
+        return super().steps() | own | {Step.COPY: self._copy, Step.RETURN: self._return}
+
+    def _kill(self) -> None:
+        health = self.state.health
+        alive = [rank for rank in self.new if rank not in health.dead]
+        for rank in alive:
+            self.connection.agent.call(Signal(rank, int(signal.SIGKILL)))
+        end = time.monotonic() + ANSWER_S
+        while not health.dead.keys() >= {*alive}:
+            if time.monotonic() > end:
+                raise StartError(f"{name_ranks(alive).capitalize()} did not exit within {ANSWER_S:.0f} s of SIGKILL.")
+            time.sleep(0.005)
+
+    def _survey(self) -> None:
+        self.lost = ask(self.connection, dict.fromkeys(self.survivors, protocol.FindLostShards(tuple(self.new))))
+        self._groups = new_ranks.list_groups(self.connection, self.survivors)
+
+    def _form(self) -> None:
+        state, connection, layout = self.state, self.connection, self.layout
+        groups = self._with_kept_groups()
+        infos = state.rank_info
+        if layout.hosts != state.layout.hosts:
+            described = ask(connection, dict.fromkeys(self.new, protocol.Describe()))
+            infos = tuple(described.get(rank, info) for rank, info in enumerate(infos))
+        epoch = state.next_epoch()
+        calls: dict[int, RankCall[Any]] = dict.fromkeys(self.survivors, protocol.RecoverAfterRepair(epoch))
+        placements = place_ranks(layout, infos)
+        store = store_address(connection, {info.host for info in (*infos, *state.rank_info)})
+        for rank in self.new:
+            config = join_config(layout, state.settings, rank, placements[rank], store, recoverable=True)
+            calls[rank] = protocol.Join(config, epoch, tuple(group for group in groups if rank in group.ranks))
+        joined = gather(self._send(calls), ANSWER_S, connection)
+        if lost := {rank: joined[rank].lost_device for rank in self.survivors if joined[rank].lost_device}:
+            state.health.feed(ContextsLost(tuple(lost)))
+            raise StartError(f"The process groups were not rebuilt. {' '.join(lost.values())}")
+        for rank in self.new:
+            state.mark_replaced(rank, joined[rank], layout)
+
+    def _with_kept_groups(self) -> list[protocol.GroupRecord]:
+        """Add the groups of which no rank survives, as far as protection kept them."""
+        by_name = {group.name: group for group in self._groups}
+        for kept in ask(self.connection, {rank: protocol.ListKeptGroups(rank) for rank in self.new}).values():
+            by_name |= {group.name: group for group in kept if set(group.ranks) <= set(self.new)}
+        return sorted(by_name.values(), key=lambda group: (len(group.name), group.name))
+
+    def _copy(self) -> None:
+        assert self._source is not None
+        self.copied = new_ranks.copy_namespace(self.connection, self.new, self.survivors, self._source, self._names)
+
+    def _return(self) -> None:
+        self.returned = new_ranks.return_to_protected(self.connection, self.state.ranks)
 
 
 def raise_if_silent(state: ClusterState) -> None:
     """Raise StartError if the host agent does not respond."""
     if not state.connection.agent.responds(_AGENT_TIMEOUT_S):
-        raise StartError(f"{_AGENT_SILENT[0].upper()}{_AGENT_SILENT[1:]}. Wait for it, or run `%distributed restart`.")
-
-
-def _return(state: ClusterState, ranks: Sequence[int]) -> new_ranks.Returned | None:
-    try:
-        return new_ranks.return_to_protected(state.connection, state.ranks)
-    except StartError as error:
-        raise StartError(
-            f"Replaced {name_ranks(ranks)}, but failed to return to the last protected step: run `%distributed repair "
-            f"--ranks {format_ranks(ranks)}` to try again. {error}"
-        ) from None
-
-
-def _copy(
-    state: ClusterState, ranks: Sequence[int], survivors: Sequence[int], source: int, names: Sequence[str]
-) -> new_ranks.Copied:
-    try:
-        return new_ranks.copy_namespace(state.connection, ranks, survivors, source, names)
-    except StartError as error:
-        raise StartError(
-            f"Replaced {name_ranks(ranks)}, but failed to copy the variables of rank {source}: the new "
-            f"{'rank is' if len(ranks) == 1 else 'ranks are'} empty. {error}"
-        ) from None
+        raise StartError(f"{AGENT_SILENT[0].upper()}{AGENT_SILENT[1:]}. Wait for it, or run `%distributed restart`.")
 
 
 def _check_request(
     state: ClusterState, targets: Sequence[int], source: int | None, names: Sequence[str], all_allowed: bool
 ) -> None:
-    if not targets and (source is not None or not (state.health.groups_disabled or state.health.stuck)):
+    if not targets and (source is not None or not (state.health.world.disabled or state.health.stuck)):
         raise UsageError(
             "All ranks are alive. Use `--ranks 2` to replace one anyway; "
             "without `config protect=on` it loses its variables."
@@ -179,89 +225,6 @@ def _moved(state: ClusterState, ranks: Sequence[int], host: str) -> Layout:
     for rank in ranks:
         hosts[rank] = "" if host == here else host
     return msgspec.structs.replace(layout, hosts=tuple(hosts))
-
-
-def _replace_ranks(
-    state: ClusterState,
-    layout: Layout,
-    targets: Sequence[int],
-    survivors: Sequence[int],
-    interrupted: threading.Event,
-) -> None:
-    groups = new_ranks.list_groups(state.connection, survivors)
-    try:
-        new_ranks.fork_ranks(state.connection, layout, targets, interrupted)
-        infos = _join(state, layout, targets, survivors, _with_kept_groups(state.connection, targets, groups))
-    except StartError as error:
-        # The next repair would take the exit of one that is left for that of its successor.
-        state.connection.agent.kill_ranks(targets, _KILL_TIMEOUT_S)
-        raise StartError(f"{error} Run `%distributed repair` to try again.") from None
-    if lost := {rank: infos[rank].lost_device for rank in survivors if infos[rank].lost_device}:
-        state.health.lost_contexts.update(lost)
-        raise StartError(f"The process groups were not rebuilt. {' '.join(lost.values())}")
-    for rank in targets:
-        state.mark_replaced(rank, infos[rank], layout)
-    state.health.groups_disabled = ""
-
-
-def _with_kept_groups(
-    connection: Connection, targets: Sequence[int], groups: Sequence[protocol.GroupRecord]
-) -> list[protocol.GroupRecord]:
-    """Add the groups of which no rank survives, as far as protection kept them."""
-    by_name = {group.name: group for group in groups}
-    for kept in ask(connection, {rank: protocol.ListKeptGroups(rank) for rank in targets}).values():
-        by_name |= {group.name: group for group in kept if set(group.ranks) <= set(targets)}
-    return sorted(by_name.values(), key=lambda group: (len(group.name), group.name))
-
-
-def _join(
-    state: ClusterState,
-    layout: Layout,
-    targets: Sequence[int],
-    survivors: Sequence[int],
-    groups: Sequence[protocol.GroupRecord],
-) -> dict[int, Any]:
-    connection, infos = state.connection, state.rank_info
-    if layout.hosts != state.layout.hosts:
-        described = ask(connection, dict.fromkeys(targets, protocol.Describe()))
-        infos = tuple(described.get(rank, info) for rank, info in enumerate(infos))
-    epoch = state.next_epoch()
-    calls: dict[int, RankCall[Any]] = dict.fromkeys(survivors, protocol.RecoverAfterRepair(epoch))
-    placements = place_ranks(layout, infos)
-    store = store_address(connection, {info.host for info in (*infos, *state.rank_info)})
-    for rank in targets:
-        config = join_config(layout, state.settings, rank, placements[rank], store, recoverable=True)
-        rank_groups = tuple(group for group in groups if rank in group.ranks)
-        calls[rank] = protocol.Join(config, epoch, rank_groups)
-    try:
-        return ask(connection, calls)
-    except AxonError:
-        _release_survivors(connection, targets, survivors)
-        raise
-
-
-def _release_survivors(connection: Connection, targets: Sequence[int], survivors: Sequence[int]) -> None:
-    """Release the survivors from waiting, until their timeout, for a new rank that failed."""
-    client = connection.client
-    aborts = [client.request(rank, AbortRequest(again=True)) for rank in survivors]
-    end = time.monotonic() + _ABORT_TIMEOUT_S
-    for answer in aborts:
-        answer.wait(max(0.0, end - time.monotonic()))
-    what = f"{name_ranks(targets)} could not be replaced" if targets else "the process groups could not be rebuilt"
-    reason = f"{what}; run `%distributed repair` to try again"
-    for rank in survivors:
-        rpc.call(client, rank, protocol.DisableGroups(reason))
-
-
-def _kill(state: ClusterState, ranks: Sequence[int]) -> None:
-    state.health.expected_deaths.update(ranks)
-    for rank in ranks:
-        state.connection.agent.call(Signal(rank, int(signal.SIGKILL)))
-    end = time.monotonic() + ANSWER_S
-    while any(rank not in state.health.dead for rank in ranks):
-        if time.monotonic() > end:
-            raise StartError(f"{name_ranks(ranks).capitalize()} did not exit within {ANSWER_S:.0f} s of SIGKILL.")
-        time.sleep(0.005)
 
 
 def describe_diverged_steps(reports: Mapping[int, Sequence[protocol.OptimizerReport]]) -> list[str]:
@@ -345,152 +308,109 @@ class Recovery:
     """One recovery, stepped by whoever steps the cell; an interrupt ends it only if the host agent does not respond.
 
     Args:
-        client: The cluster's client.
-        ranks: All ranks of the world.
-        health: Updated if the groups cannot be rebuilt.
-        next_epoch: Returns the epoch of an attempt, higher than any before.
-        agent: Whether the host agent responds.
+        state: The cluster.
         interrupted: Whether the user waits for the end.
-        slow_connect: Whether an attempt may take a minute rather than 10 seconds: NCCL's communicators connect slowly.
     """
 
-    def __init__(
-        self,
-        client: RankClient,
-        ranks: Sequence[int],
-        health: Health,
-        *,
-        next_epoch: Callable[[], int],
-        agent: AgentWatch,
-        interrupted: Callable[[], bool] = lambda: False,
-        slow_connect: bool = False,
-    ) -> None:
-        self._next_epoch = next_epoch
-        self._agent = agent
-        self._interrupted = interrupted
-        self._attempt_timeout_s = _SLOW_ATTEMPT_TIMEOUT_S if slow_connect else _ATTEMPT_TIMEOUT_S
-        self._client = client
-        self._ranks = list(ranks)
-        self._health = health
-        self._attempt = 0
+    def __init__(self, state: ClusterState, interrupted: Callable[[], bool]) -> None:
+        self._state, self._client, self._health = state, state.client, state.health
+        self._agent, self._interrupted = AgentWatch(state.connection.agent), interrupted
+        self._attempt_timeout_s = _SLOW_ATTEMPT_TIMEOUT_S if state.backend == "nccl" else _ATTEMPT_TIMEOUT_S
+        self._rebuild = transitions.Rebuild()
+        self._told: tuple[transitions.RebuildEffect, ...] = ()
         self._futures: dict[int, Future[protocol.RecoveryReport]] = {}
         self._aborts: list[Answer[AbortReply]] = []
-        self._started_at = 0.0
-        self._aborted_at = 0.0
 
     def step(self) -> bool:
         """Do what is due; return True once the recovery is done, whether it worked or not."""
-        if self._health.disconnect_reason:
-            return True
-        health = self._health
-        missing = [rank for rank in self._ranks if rank in {*health.dead, *health.stuck, *health.lost_contexts}]
-        if missing:
-            remaining = [rank for rank in self._ranks if rank not in missing or rank in health.lost_contexts]
-            return self._disable_groups(self._describe_missing(missing), remaining, until_back=True)
-        now = time.monotonic()
-        if self._agent.silent_s(now) > (_PATIENCE_AFTER_INTERRUPT_S if self._interrupted() else _PATIENCE_S):
-            self._abort_attempt(now)
-            print(f"The process groups were not rebuilt: {_AGENT_SILENT}.", file=sys.stderr)
-            reason = f"{_AGENT_SILENT}; they are rebuilt with the next cell after it does"
-            return self._disable_groups(reason, self._ranks, until_back=True)
-        if not self._futures:
-            return self._start_attempt(now)
-        failed = [rank for rank, future in self._futures.items() if future.done() and future.exception() is not None]
-        if all(future.done() for future in self._futures.values()):
-            if not all(future.done() for future in self._aborts):
-                return False  # a late one would break the rebuilt groups
-            if not failed:
-                reports = {rank: future.result() for rank, future in self._futures.items()}
-                if lost := {rank: one.rebuilt.lost_device for rank, one in reports.items() if one.rebuilt.lost_device}:
-                    print("\n".join(lost.values()), file=sys.stderr)
-                    self._health.lost_contexts.update(lost)
-                    return False
-                self._health.groups_disabled = ""
-                self._report_abandoned([report.rebuilt.abandoned for report in reports.values()])
-                for line in dict.fromkeys(line for report in reports.values() for line in report.rebuilt.not_reset):
-                    print(line, file=sys.stderr)
-                for line in describe_diverged_steps({rank: report.steps for rank, report in reports.items()}):
-                    print(line)
-                return True
-            self._futures = {}
-            return False
-        if failed or now - self._started_at > self._attempt_timeout_s:
-            self._abort_attempt(now)
-        return False
+        health, before, seen = self._health, self._rebuild, self._look()
+        attempt_s = self._attempt_timeout_s
+        self._rebuild, effects = transitions.look(before, health.world, seen, attempt_s=attempt_s, remedy=health.remedy)
+        if effects and effects != self._told:  # an abort is sent again and again
+            health.story.append(transitions.Entry(time.time(), before, seen, self._rebuild, effects))
+        self._told = effects or self._told
+        for effect in effects:
+            self._perform(effect)
+        return self._rebuild.is_done
 
-    def _report_abandoned(self, counts: Sequence[int]) -> None:
+    def _look(self) -> transitions.Look:
+        now, futures = time.monotonic(), self._futures
+        waiting = tuple(rank for rank, future in futures.items() if not future.done())
+        failed = any(future.exception() is not None for rank, future in futures.items() if rank not in waiting)
+        lost = () if waiting or failed else tuple(rank for rank, one in self._reports() if one.rebuilt.lost_device)
+        acknowledged = all(future.done() for future in self._aborts)
+        silent_s, interrupted = self._agent.silent_s(now), self._interrupted()
+        return transitions.Look(now, silent_s, interrupted, waiting, failed, acknowledged, lost)
+
+    def _reports(self) -> list[tuple[int, protocol.RecoveryReport]]:
+        return [(rank, future.result()) for rank, future in self._futures.items()]
+
+    def _perform(self, effect: transitions.RebuildEffect) -> None:
+        match effect:
+            case transitions.StartAttempt():
+                call = protocol.Recover(self._state.next_epoch())
+                self._futures = {rank: rpc.call(self._client, rank, call) for rank in self._state.ranks}
+            case transitions.AbortAttempt():
+                waiting = [rank for rank, future in self._futures.items() if not future.done()]
+                self._aborts += [self._client.request(rank, AbortRequest(again=True)) for rank in waiting]
+            case transitions.Disable(reason, ranks, until_back, warning):
+                if warning:
+                    print(warning, file=sys.stderr)
+                self._health.feed(Disabled(reason, until_back))
+                for rank in ranks:
+                    rpc.call(self._client, rank, protocol.DisableGroups(reason))
+            case transitions.GiveUp(ranks):
+                self._health.feed(transitions.Stuck(ranks))
+                for rank in ranks:
+                    self._futures[rank].add_done_callback(functools.partial(self._replied, rank))
+            case transitions.LoseContexts(ranks):
+                print(
+                    "\n".join(one.rebuilt.lost_device for rank, one in self._reports() if rank in ranks),
+                    file=sys.stderr,
+                )
+                self._health.feed(ContextsLost(ranks))
+            case transitions.Report():
+                self._health.feed(transitions.Enabled())
+                self._report(dict(self._reports()))
+
+    def _replied(self, rank: int, _: Future[Any]) -> None:
+        self._health.feed(transitions.Replied((rank,)))
+
+    def _report(self, reports: Mapping[int, protocol.RecoveryReport]) -> None:
         # An aborted Gloo group cannot be freed: each keeps 2 threads and about 0.14 MiB until the rank exits.
-        if max(counts) // _REPORT_EVERY > self._health.leaks_reported:
-            self._health.leaks_reported = max(counts) // _REPORT_EVERY
+        abandoned = max(one.rebuilt.abandoned for one in reports.values())
+        if abandoned // _REPORT_EVERY > self._health.leaks_reported:
+            self._health.leaks_reported = abandoned // _REPORT_EVERY
             print(
-                f"{max(counts)} abandoned process groups still hold threads on the ranks. Run `%distributed restart` "
+                f"{abandoned} abandoned process groups still hold threads on the ranks. Run `%distributed restart` "
                 "when convenient to free them."
             )
-
-    def _start_attempt(self, now: float) -> bool:
-        if self._attempt == _ATTEMPTS:
-            reason = "the process groups could not be rebuilt"
-            print(f"{reason.capitalize()}. Run `%distributed repair` to try again.", file=sys.stderr)
-            return self._disable_groups(f"{reason}; run `%distributed repair` to try again", self._ranks)
-        self._attempt += 1
-        self._started_at = now
-        epoch = self._next_epoch()
-        self._futures = {r: rpc.call(self._client, r, protocol.Recover(epoch)) for r in self._ranks}
-        return False
-
-    def _abort_attempt(self, now: float) -> None:
-        # Some ranks wait for one that failed: the next attempt starts when all are idle.
-        if now - self._aborted_at > _RESEND_INTERVAL_S:
-            self._aborted_at = now
-            for rank, future in self._futures.items():
-                if not future.done():
-                    self._aborts.append(self._client.request(rank, AbortRequest(again=True)))
-
-    def _describe_missing(self, missing: Sequence[int]) -> str:
-        health, left, parts = self._health, list(missing), []
-        for known, state in (
-            (health.dead, "dead"),
-            (health.stuck, "stuck in an earlier cell"),
-            (health.lost_contexts, "without a CUDA context"),
-        ):
-            ranks = [rank for rank in left if rank in known]
-            left = [rank for rank in left if rank not in known]
-            parts += [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {state}"] if ranks else []
-        # Without --ranks, `repair` leaves stuck ranks alone: they may come back.
-        option = f" --ranks {format_ranks(missing)}" if health.stuck.intersection(missing) else ""
-        pronoun = "it" if len(missing) == 1 else "them"
-        repair = f"run `%distributed repair{option}` to replace {pronoun}"
-        return f"{' and '.join(parts)}; {repair if health.remedy == REPAIR_HINT else 'run `%distributed restart`'}"
-
-    def _disable_groups(self, reason: str, ranks: Sequence[int], *, until_back: bool = False) -> bool:
-        self._health.groups_disabled, self._health.rebuild_when_back = reason, until_back
-        for rank in ranks:
-            rpc.call(self._client, rank, protocol.DisableGroups(reason))
-        return True
+        for line in dict.fromkeys(line for one in reports.values() for line in one.rebuilt.not_reset):
+            print(line, file=sys.stderr)
+        for line in describe_diverged_steps({rank: one.steps for rank, one in reports.items()}):
+            print(line)
 
 
 def auto_repair(state: ClusterState) -> None:
     """Replace the dead ranks, if there are any and they can be replaced, and print the report."""
-    dead = state.health.dead
-    unusable = {*dead, *state.health.lost_contexts}
-    possible = state.engines == "axon" and len(unusable) < state.world_size and not state.health.disconnect_reason
+    world = state.health.world
+    possible = state.engines == "axon" and len(world.missing) < state.world_size and not (world.lost or world.stuck)
     possible = possible and can_replace(state.rank_info, state.backend)
-    if dead and possible and not state.busy and not state.health.stuck:
+    if world.dead and possible and not state.busy:
         print("\n".join(repair(state, None).lines(why=True)))
 
 
 def rebuild_if_back(state: ClusterState) -> None:
     """Rebuild the groups that were disabled because ranks or the agent did not respond, if they do now; print it."""
-    health = state.health
-    missing = {*health.dead, *health.stuck, *health.lost_contexts}
-    is_due = bool(health.groups_disabled) and health.rebuild_when_back and not missing
-    if not is_due or health.disconnect_reason or state.busy:
+    world = state.health.world
+    is_due = bool(world.disabled) and world.until_back and not world.missing
+    if not is_due or world.lost or state.busy:
         return
     try:
         if state.connection.agent.responds(_CELL_PATIENCE_S):
             print("\n".join(repair(state, None).lines()))
     except AxonError as error:
-        health.rebuild_when_back = False
+        state.health.feed(Disabled(world.disabled))
         print(f"Failed to rebuild the process groups: {error}")
 
 
@@ -500,7 +420,7 @@ def replace_stuck(state: ClusterState, ranks: Sequence[int]) -> list[str]:
         return []
     try:
         if not state.connection.agent.responds(_CELL_PATIENCE_S):
-            return [f"{name_ranks(ranks).capitalize()} cannot be replaced: {_AGENT_SILENT}."]
+            return [f"{name_ranks(ranks).capitalize()} cannot be replaced: {AGENT_SILENT}."]
         return repair(state, ranks, all_allowed=True).lines()
     except AxonError as error:
         return [f"Failed to replace {name_ranks(ranks)}: {error}"]

@@ -8,23 +8,21 @@ then whatever fails leaves the old world, and from then on there is only the new
 from __future__ import annotations
 
 import signal
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
 
-from axon_nb.cluster import rpc
 from axon_nb.cluster.launch.compatibility import refusal
 from axon_nb.cluster.launch.engines import ANSWER_S, STATES_S, ask, gather, join_config, store_address
 from axon_nb.cluster.launch.hosts import SCHEDULERS, parse_scheduler
 from axon_nb.cluster.launch.placement import Layout, place_ranks, raise_if_over_quota, raise_if_too_few
+from axon_nb.cluster.ranks.transitions import Resize, Step
 from axon_nb.cluster.recovery import new_ranks
 from axon_nb.cluster.recovery.repair import raise_if_silent
-from axon_nb.errors import AxonError, StartError, UsageError
+from axon_nb.errors import UsageError
 from axon_nb.host.resources import usable_cores
 from axon_nb.records.protocol import recovery as protocol
 from axon_nb.records.protocol.agent import EngineInfo, Signal
@@ -36,7 +34,6 @@ from axon_nb.records.units import count_of, format_bytes
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-_RELEASE_TIMEOUT_S = 10.0
 _RESEND_INTERVAL_S = 0.25
 _LEAVE_TIMEOUT_S = 5.0
 _POLL_S = 0.005
@@ -60,19 +57,9 @@ def resize(state: ClusterState, size: int) -> ResizeReport:
         raise UsageError("\n".join(f"`{name}` {why}." for name, why in named.items()))
     layout = _resized(state.layout, size, threads=state.settings.threads)
     layout = msgspec.structs.replace(layout, hosts=new_ranks.choose_hosts(state.connection, state.layout, size))
-    with new_ranks.interrupts_deferred() as interrupted:
-        change = _Change(state, layout, interrupted)
-        try:
-            infos, copied = change.prepare()
-        except AxonError as error:
-            change.undo()
-            dead = sorted(set(state.ranks) & set(state.health.dead))
-            kept = (
-                "All its ranks keep their state." if not dead else f"Run `%distributed repair` for {name_ranks(dead)}."
-            )
-            raise StartError(f"{error} The world still has {count_of(old, 'rank')}. {kept}") from None
-        committed = change.commit(infos)
-    return ResizeReport(old, size, copied, committed)
+    work = _Resize(state, layout)
+    work.carry_out(Resize(size))
+    return ResizeReport(old, size, work.copied, work.committed)
 
 
 def settle(state: ClusterState, resized_from: Mapping[int, int]) -> None:
@@ -103,7 +90,6 @@ def _configs_of(state: ClusterState, layout: Layout, infos: Sequence[EngineInfo]
 
 
 def _check_request(state: ClusterState, size: int) -> None:
-    health = state.health
     if size < 1:
         raise UsageError(f"A world needs at least 1 rank; got {size}.")
     if size == state.world_size:
@@ -122,7 +108,7 @@ def _check_request(state: ClusterState, size: int) -> None:
         raise UsageError(reason)
     if state.hosts.partition(":")[0] in SCHEDULERS:
         parse_scheduler(state.hosts).raise_if_unreserved(size)
-    if health.dead or health.stuck or health.groups_disabled:
+    if (world := state.health.world).missing or world.disabled:
         raise UsageError("Not all ranks can communicate: run `%distributed repair` first, then resize.")
     if state.busy:
         raise UsageError(f"A cell is running on {name_ranks(state.busy)}: wait for it or interrupt it, then resize.")
@@ -150,124 +136,61 @@ def _resized(layout: Layout, size: int, *, threads: int) -> Layout:
     )
 
 
-class _Change:
-    """One change of the number of ranks.
+class _Resize(new_ranks.Work):
+    """Performs the steps of one change of the number of ranks."""
 
-    Args:
-        state: The cluster.
-        layout: The new layout.
-        interrupted: Set by an interrupt of the user.
-    """
+    def __init__(self, state: ClusterState, layout: Layout) -> None:
+        self._old, size = state.world_size, layout.num_ranks
+        super().__init__(state, layout, range(self._old, size))
+        self._leaving, self._staying = range(size, self._old), range(min(self._old, size))
+        self._infos = state.rank_info[:size]
+        self.committed: list[protocol.Committed] = []
 
-    def __init__(self, state: ClusterState, layout: Layout, interrupted: threading.Event) -> None:
-        self._state = state
-        self._connection = state.connection
-        self._layout = layout
-        self._interrupted = interrupted
-        self._old, self._new = state.world_size, layout.num_ranks
-        self._added = list(range(self._old, self._new))
-        self._leaving = list(range(self._new, self._old))
-        self._staying = list(range(min(self._old, self._new)))
-        self._futures: list[tuple[int, Future[Any]]] = []
+    def steps(self) -> dict[Step, Callable[[], object]]:
+        own = {Step.FORM: self._form, Step.COPY: self._copy, Step.STAGE: self._stage, Step.COMMIT: self._commit}
+        return super().steps() | own | {Step.REVERT: self._revert, Step.RECONNECT: self._reconnect}
 
-    def prepare(self) -> tuple[tuple[EngineInfo, ...], new_ranks.Copied]:
-        """Do everything that can fail; return what each rank of the new world reports, and what new ranks got.
-
-        Raises:
-            AxonError: a rank died or failed, or the user interrupted; call `undo`.
-        """
-        infos, copied = self._state.rank_info[: self._new], new_ranks.Copied()
-        if self._added:
-            infos = (*infos, *self._fork())
-            self._form_world(infos)
-            copied = new_ranks.copy_namespace(self._connection, self._added, self._staying, 0, ())
-        self._call_all(protocol.StageStates(self._old, self._new), max(self._old, self._new), STATES_S)
-        if self._leaving:
-            self._form_world(infos)
-        if self._interrupted.is_set():
-            raise StartError("The resize was interrupted.")
-        return infos, copied
-
-    def _fork(self) -> list[EngineInfo]:
-        self._state.health.absent.update(self._added)
-        new_ranks.fork_ranks(self._connection, self._layout, self._added, self._interrupted)
-        described = ask(self._connection, dict.fromkeys(self._added, protocol.Describe()))
-        return [described[rank] for rank in self._added]
-
-    def _form_world(self, infos: Sequence[EngineInfo]) -> None:
-        configs = _configs_of(self._state, self._layout, infos)
-        epoch = self._state.next_epoch()
+    def _form(self) -> None:
+        described = ask(self.connection, dict.fromkeys(self.new, protocol.Describe()))
+        self._infos = (*self._infos, *(described[rank] for rank in self.new))
+        configs = _configs_of(self.state, self.layout, self._infos)
         self._send({rank: protocol.SetWorld(configs[rank]) for rank in self._staying})
-        calls: dict[int, RankCall[Any]] = {rank: protocol.RecoverAfterRepair(epoch) for rank in self._staying}
-        calls |= {rank: protocol.Join(configs[rank], epoch) for rank in self._added}
-        gather(self._send(calls), ANSWER_S, self._connection)
+        epoch = self.state.next_epoch()
+        calls: dict[int, RankCall[Any]] = dict.fromkeys(self._staying, protocol.RecoverAfterRepair(epoch))
+        self._connect(calls | {rank: protocol.Join(configs[rank], epoch) for rank in self.new})
 
-    def _send(self, calls: Mapping[int, RankCall[Any]]) -> dict[int, Future[Any]]:
-        futures = {rank: rpc.call(self._connection.client, rank, call) for rank, call in calls.items()}
-        self._futures += futures.items()
-        return futures
+    def _connect(self, calls: Mapping[int, RankCall[Any]]) -> None:
+        gather(self._send(calls), ANSWER_S, self.connection)
 
-    def _call_all(self, call: RankCall[Any], size: int, timeout_s: float) -> dict[int, Any]:
-        return gather(self._send(dict.fromkeys(range(size), call)), timeout_s, self._connection)
+    def _copy(self) -> None:
+        self.copied = new_ranks.copy_namespace(self.connection, self.new, self._staying, 0, ())
 
-    def undo(self) -> None:
-        """Return to the old world: new ranks are killed, the others get their old groups back."""
-        state, connection = self._state, self._connection
-        connection.agent.kill_ranks(self._added, _LEAVE_TIMEOUT_S)
-        self._release()
-        for rank in self._added:
-            connection.client.unregister(rank)
-        alive = state.live_ranks
-        configs = _configs_of(state, state.layout, state.rank_info)
-        self._send({rank: protocol.SetWorld(configs[rank]) for rank in alive})
-        if len(alive) == state.world_size:
-            epoch = state.next_epoch()
-            try:
-                gather(self._send({rank: protocol.RecoverAfterRepair(epoch) for rank in alive}), ANSWER_S, connection)
-                return
-            except AxonError:
-                self._release()
-        missing = [rank for rank in state.ranks if rank in state.health.dead]
-        what = f"{name_ranks(missing)} died during a resize" if missing else "the process groups could not be rebuilt"
-        state.health.groups_disabled = f"{what}; run `%distributed repair`"
-        for rank in state.live_ranks:
-            rpc.call(connection.client, rank, protocol.DisableGroups(state.health.groups_disabled))
+    def _stage(self) -> None:
+        stage = protocol.StageStates(self._old, self.layout.num_ranks)
+        everyone = range(max(self._old, self.layout.num_ranks))
+        gather(self._send(dict.fromkeys(everyone, stage)), STATES_S, self.connection)
 
-    def _release(self) -> None:
-        """Release ranks from waiting for one that failed; until they are idle they cannot rebuild their groups."""
-        end, again = time.monotonic() + _RELEASE_TIMEOUT_S, False
-        while time.monotonic() < end:
-            waiting = [
-                (rank, future) for rank, future in self._futures if not future.done() and rank in self._state.live_ranks
-            ]
-            if not waiting:
-                return
-            answers = [self._connection.client.request(rank, AbortRequest(again=again)) for rank, _ in waiting]
-            for answer in answers:
-                answer.wait(_RESEND_INTERVAL_S)
-            wait([future for _, future in waiting], _RESEND_INTERVAL_S)
-            again = True
+    def _remove(self) -> None:
+        super()._remove()
+        for rank in self.new:
+            self.connection.client.unregister(rank)
 
-    def commit(self, infos: Sequence[EngineInfo]) -> list[protocol.Committed]:
-        """Make the new world the only one; return what each of its ranks adapted.
+    def _revert(self) -> None:
+        configs = _configs_of(self.state, self.state.layout, self.state.rank_info)
+        self._send({rank: protocol.SetWorld(configs[rank]) for rank in self.state.live_ranks})
 
-        Raises:
-            StartError: a rank died meanwhile; the message says that the new world stands.
-        """
-        state = self._state
-        state.health.absent.difference_update(self._added)
-        state.health.absent.update(self._leaving)
-        state.mark_resized(self._layout, tuple(infos))
-        calls = self._send(dict.fromkeys(state.ranks, protocol.CommitResize(self._old)))
+    def _reconnect(self) -> None:
+        self._connect(dict.fromkeys(self.state.ranks, protocol.RecoverAfterRepair(self.state.next_epoch())))
+
+    def _commit(self) -> None:
+        self.state.mark_resized(self.layout, tuple(self._infos))
+        calls = self._send(dict.fromkeys(self.state.ranks, protocol.CommitResize(self._old)))
         self._end_leaving()
-        try:
-            committed = gather(calls, ANSWER_S, self._connection)
-        except StartError as error:
-            raise StartError(f"The world has {count_of(self._new, 'rank')} now, but: {error}") from None
-        return [committed[rank] for rank in state.ranks]
+        committed = gather(calls, ANSWER_S, self.connection)
+        self.committed = [committed[rank] for rank in self.state.ranks]
 
     def _end_leaving(self) -> None:
-        agent, client = self._connection.agent, self._connection.client
+        agent, client = self.connection.agent, self.connection.client
         for rank in self._leaving:
             agent.call(Signal(rank, int(signal.SIGTERM)))
         end = time.monotonic() + _LEAVE_TIMEOUT_S

@@ -33,6 +33,7 @@ from axon_nb.cluster.launch.placement import (
     raise_if_too_few,
     with_scheduler_options,
 )
+from axon_nb.cluster.ranks.transitions import Died
 from axon_nb.cluster.rpc import request_all, wait_for_output
 from axon_nb.cluster.session import current
 from axon_nb.cluster.session.current import NotebookSession
@@ -288,7 +289,7 @@ def attach(name: str | None = None) -> Cluster:
     for rank in set(cluster.ranks) - live_ranks:
         event = hello_reply.deaths.get(rank)
         reason = "died while no notebook was connected" if event is None else describe_death(event)
-        cluster.health.mark_dead(rank, _UNFINISHED if rank in unfinished else reason)
+        cluster.health.feed(Died(rank, _UNFINISHED if rank in unfinished else reason))
     session.put(cluster)
     Endpoint(cluster, lambda: session.settings.share).start()
     session.settings.apply_again()

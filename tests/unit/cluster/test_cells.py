@@ -306,7 +306,7 @@ def test_dead_rank_outside_the_cell_is_not_waited_for() -> None:
     ranks.answers = {0: waits(0), 1: waits(1), 2: runs_nothing(2), 3: runs_nothing(3)}
     ranks.silent = {3}
     dead: set[int] = set()
-    watch, now = DeadlockWatch(ranks, [0, 1, 2, 3], [0, 1, 2], dead=dead), time.monotonic()
+    watch, now = DeadlockWatch(ranks, [0, 1, 2, 3], [0, 1, 2], dead=lambda: dead), time.monotonic()
     assert [watch.step(now + seconds, [0, 1]) for seconds in range(10)] == [""] * 10
     dead.add(3)
     reported = [watch.step(now + seconds, [0, 1]) for seconds in range(10, 16)]

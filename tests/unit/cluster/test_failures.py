@@ -22,7 +22,8 @@ from axon_nb.cluster.failures import (
     lost_contexts,
     missing_package,
 )
-from axon_nb.cluster.state import Health
+from axon_nb.cluster.ranks.health import Health
+from axon_nb.cluster.ranks.transitions import Died
 from axon_nb.errors import ClusterLostError
 from axon_nb.records.protocol.agent import Exit
 
@@ -138,7 +139,7 @@ class Cell:
     errors: dict[int, RankError] = field(
         default_factory=lambda: {rank: RankError(rank, "stuck", "", "is busy") for rank in (1, 2)}
     )
-    on_late_reply: Callable[[int], None] = lambda rank: None
+    on_late_reply: Callable[[int], object] = lambda rank: None
 
     def reply(self, rank: int) -> None:
         self.unfinished.remove(rank)
@@ -158,7 +159,7 @@ def refused(health: Health, ranks: list[int]) -> str:
 
 
 def test_stuck_ranks_are_reported_with_the_repair_command() -> None:
-    health, cell = Health("default", list), Cell()
+    health, cell = Health("default", list, size=3), Cell()
     health.track_stuck(cell)
     assert "Ranks 1-2 are still stuck in an earlier cell" in refused(health, [0, 1, 2])
     assert "`%distributed repair --ranks 1-2`" in refused(health, [0, 1, 2])
@@ -169,7 +170,7 @@ def test_stuck_ranks_are_reported_with_the_repair_command() -> None:
 @pytest.mark.parametrize("moment", ["before", "between", "after"])
 def test_late_reply_clears_the_stuck_rank(moment: str) -> None:
     """Ranks are recorded when the groups are rebuilt and again when the cell ends; replies come from another thread."""
-    health, cell = Health("default", list), Cell()
+    health, cell = Health("default", list, size=3), Cell()
     for step in ("before", "between", "after"):
         if step == moment:
             cell.reply(1)
@@ -279,3 +280,16 @@ def test_unknown_packages_get_no_hint(error: RankError) -> None:
 )
 def test_missing_compiler_is_reported(text: str) -> None:
     assert hint_for([raised(text, "RuntimeError")]).startswith("This cell compiles C++: install a compiler")
+
+
+def test_death_that_ends_a_cell_is_not_announced_as_that_of_an_idle_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """The cell may end as soon as it knows."""
+    cell = Cell()
+    running = [cell]
+    cell.on_death = lambda rank, reason: running.clear()  # type: ignore[method-assign]
+    health = Health("default", lambda: list(running), size=3)
+    health.feed(Died(2, "was killed by SIGKILL"))
+    assert not running
+    assert capsys.readouterr().err == ""
+    health.feed(Died(1, "exited with code 3"))
+    assert "Idle rank 1 exited with code 3. Run `%distributed repair`" in capsys.readouterr().err
