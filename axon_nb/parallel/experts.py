@@ -6,7 +6,10 @@ balance loss; Wang et al., Auxiliary-Loss-Free Load Balancing (2024) for the bia
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import html
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from axon_nb.comm.collectives.movement import all_gather, all_to_all, broadcast
 from axon_nb.comm.collectives.reduction import all_reduce_sum
 from axon_nb.comm.errors import InvalidArgumentError, TensorError
 from axon_nb.comm.group import Backend, GroupLike, ProcessGroup, resolve
-from axon_nb.comm.placements import declare_placements
-from axon_nb.parallel.data.ddp import prepare_torch_ddp
+from axon_nb.comm.placements import declare_placements, placed
 from axon_nb.records.units import aligned
 
 if TYPE_CHECKING:
@@ -139,9 +143,7 @@ class Experts(nn.Module):
     def _declare(self, group: Any) -> None:
         if self.group.size() == 1:
             return
-        from torch.distributed.tensor import Shard
-
-        prepare_torch_ddp()
+        _prepare_torch_ddp()
         mesh = group if isinstance(group, DeviceMesh) else DeviceMesh.from_group(self.group.torch_group, self._kind())
         for weight in self.expert_parameters():
             declare_placements(weight, mesh, [Shard(0)])
@@ -338,3 +340,35 @@ def expert_load(model: nn.Module) -> ExpertLoad:
     own = torch.stack([torch.cat([layer.load, layer.load.new_tensor([layer.dropped])]) for layer in layers.values()])
     everyone = all_gather(own[None], group=group).cpu()
     return ExpertLoad(tuple(layers), everyone[..., :-1].transpose(0, 1), everyone[..., -1].T, group.ranks)
+
+
+@functools.cache
+def _prepare_torch_ddp() -> None:
+    """Have torch's own DDP leave out shards, too: it would send rank 0's to all ranks, and average their gradients."""
+    original = TorchDDP.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(Exception):  # torch says what is wrong
+            given = signature.bind(*args, **kwargs).arguments
+            mesh = given.get("device_mesh")
+            group = given.get("process_group") if mesh is None else mesh.get_group()
+            leave_out_shards(given["module"], resolve(group))
+        original(*args, **kwargs)
+
+    TorchDDP.__init__ = init  # type: ignore[method-assign]
+
+
+def leave_out_shards(model: nn.Module, group: ProcessGroup) -> None:
+    """Let torch's DDP ignore parameters of which ranks of the group hold declared parts, such as experts."""
+    parts = []
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) or (found := placed(parameter)) is None:
+            continue
+        axes = [axis for axis, kind in enumerate(found.placements) if not kind.is_replicate()]
+        if any(len({*resolve(found.mesh.get_group(axis)).ranks} & {*group.ranks}) > 1 for axis in axes):
+            parts.append(name)
+    if parts:
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        model._ddp_params_and_buffers_to_ignore = [*ignored, *parts]  # type: ignore[assignment]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -25,10 +24,9 @@ from axon_nb.comm.collectives.reduction import all_reduce_max
 from axon_nb.comm.errors import TensorError, TensorMismatchError
 from axon_nb.comm.gradients import GradSyncStrategy, sync_gradients
 from axon_nb.comm.group import Backend, GroupLike, ProcessGroup, resolve
-from axon_nb.comm.placements import placed
-from axon_nb.compat.hints import before
 from axon_nb.errors import UsageError
 from axon_nb.parallel.data.units import on_backward_start
+from axon_nb.parallel.experts import leave_out_shards
 from axon_nb.parallel.hooks import CommHook
 from axon_nb.parallel.loop import check_inputs
 from axon_nb.parallel.memory import parse_enum
@@ -261,33 +259,6 @@ def check_model(model: nn.Module, group: ProcessGroup) -> None:
             raise type(other)(f"On rank {rank}: {other}")
     for rank, other in zip(group.ranks, everyone, strict=True):
         _compare(everyone[0], other, group.ranks[0], rank)
-
-
-@functools.cache
-def prepare_torch_ddp() -> None:
-    """Have torch's own DDP leave out shards, too: it would send rank 0's to all ranks, and average their gradients."""
-    signature = inspect.signature(TorchDDP.__init__)
-
-    def look(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs).arguments
-        mesh = given.get("device_mesh")
-        leave_out_shards(given["module"], resolve(given.get("process_group") if mesh is None else mesh.get_group()))
-
-    before(TorchDDP, "__init__", look)
-
-
-def leave_out_shards(model: nn.Module, group: ProcessGroup) -> None:
-    """Let torch's DDP ignore parameters of which ranks of the group hold declared parts, such as experts."""
-    parts = []
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) or (found := placed(parameter)) is None:
-            continue
-        axes = [axis for axis, kind in enumerate(found.placements) if not kind.is_replicate()]
-        if any(len({*resolve(found.mesh.get_group(axis)).ranks} & {*group.ranks}) > 1 for axis in axes):
-            parts.append(name)
-    if parts:
-        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-        model._ddp_params_and_buffers_to_ignore = [*ignored, *parts]  # type: ignore[assignment]
 
 
 def _parameters_and_buffers(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
