@@ -69,7 +69,7 @@ def _host(options: argparse.Namespace) -> int:
 
         print(TEMPLATE, end="")
         return 0
-    from axon_nb.host.joining import join_cluster
+    from axon_nb.host.agent import join_cluster
 
     return join_cluster(options.join, name=options.name, read_key=options.read_key, tunnel=options.tunnel)
 

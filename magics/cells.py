@@ -311,10 +311,8 @@ def cell_parser(name: str) -> LineParser:
 class _Request(Struct, frozen=True):
     cluster: Cluster
     code: str
-    noblock: bool
-    out: str | None
-    local: bool
-    watch: bool
+    given: argparse.Namespace
+    """The options of the magic."""
     measures: Measures
     runs: CellRuns | None
     options: dict[str, Any]
@@ -386,7 +384,7 @@ class CellMagics(Magics):
 
     async def _run(self, name: str, line: str, cell: str, *, plain: bool, blocks: bool) -> Any:
         request = self._prepare(name, line, cell, plain=plain)
-        if request is None or request.noblock:
+        if request is None or request.given.noblock:
             return self._start_noblock(request) if request is not None else None
         run = awaitable(request.cluster.run) if blocks else request.cluster.run_async
         if request.runs is not None:
@@ -395,9 +393,9 @@ class CellMagics(Magics):
             return self._show_runs(request, outcome)
         with self._shown(request) as shown:
             shown.result = await run(request.code, view=shown.view, **request.options)
-        if request.local and blocks:
+        if request.given.local and blocks:
             self.shell.run_cell(cell, store_history=False).raise_error()
-        elif request.local:
+        elif request.given.local:
             python = self.shell.transform_cell(cell)
             (await self.shell.run_cell_async(cell, store_history=False, transformed_cell=python)).raise_error()
         return None
@@ -430,10 +428,7 @@ class CellMagics(Magics):
         return _Request(
             cluster=cluster,
             code=code,
-            noblock=options.noblock,
-            out=options.out,
-            local=options.local,
-            watch=options.watch,
+            given=options,
             measures=measures,
             runs=read_runs(options),
             options={
@@ -453,8 +448,8 @@ class CellMagics(Magics):
     def _show_runs(self, request: _Request, outcome: Any) -> None:
         assert request.runs is not None
         display(request.runs.bundle(outcome), raw=True)
-        if request.out:
-            self.shell.user_ns[request.out] = outcome
+        if request.given.out:
+            self.shell.user_ns[request.given.out] = outcome
 
     @contextlib.contextmanager
     def _shown(self, request: _Request) -> Iterator[_Run]:
@@ -465,8 +460,8 @@ class CellMagics(Magics):
         result = replace(run.result, views=views)
         request.measures.show(result)
         self._attach_record(result.to_dict())
-        if request.out:
-            self.shell.user_ns[request.out] = result
+        if request.given.out:
+            self.shell.user_ns[request.given.out] = result
 
     @contextlib.contextmanager
     def _explaining(self, request: _Request) -> Iterator[None]:
@@ -493,8 +488,8 @@ class CellMagics(Magics):
 
     def _start_noblock(self, request: _Request) -> Any:
         handle = request.cluster.run_noblock(request.code, **{**request.options, "values": True})
-        if request.out:
-            self.shell.user_ns[request.out] = handle
+        if request.given.out:
+            self.shell.user_ns[request.given.out] = handle
             return None
         return handle
 
@@ -530,7 +525,7 @@ def _cluster() -> Cluster:
 
 @contextlib.contextmanager
 def _watching(request: _Request) -> Iterator[CellViews | None]:
-    if not request.watch:
+    if not request.given.watch:
         yield None
         return
     from axon_nb.widgets.cell.views import cell_views

@@ -50,8 +50,7 @@ from axon_nb.magics.input_transformers import (
     injected_parameters,
     target_rank,
 )
-from axon_nb.magics.plan import PlanMagics
-from axon_nb.magics.views import JobViewMagics, TimelineMagics, ViewMagics
+from axon_nb.magics.views import JobViewMagics, PlanMagics, TimelineMagics, ViewMagics
 from axon_nb.records.hooks import hook, missing_hooks
 from axon_nb.records.units import count_of
 from axon_nb.shell.completers import add_matcher, remove_matcher, simple_completion

@@ -76,7 +76,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "axon_nb/plan/": ("tests/plan", f"{KERNEL}/views/test_what_if.py"),
     "axon_nb/records/": ("tests/cluster", "tests/engine", "tests/host", KERNEL),
     "axon_nb/remote/": ("tests/remote",),
-    "axon_nb/script/": ("tests/unit/export/", "tests/cluster/test_imported_programs.py"),
+    "axon_nb/script/": ("tests/unit/export/", "tests/cluster/test_scripts.py"),
     "axon_nb/shell/": ("tests/cluster", "tests/engine", KERNEL),
     "axon_nb/torch_api.py": ("tests/comm", "tests/compat", "tests/engine", "tests/parallel", KERNEL),
     "axon_nb/widgets/": ("tests/browser", VIEWS),

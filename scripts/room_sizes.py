@@ -68,7 +68,10 @@ def main() -> int:
         if (change := now.get(room, 0) - budgets.get(room, 0)) != 0:
             print(f"{room}: {now.get(room, 0)} lines of code, {change:+}")
     print(f"{sum(now.values()):,} lines of code in {len(now)} rooms; budget {sum(budgets.values()):,}")
-    return int(any(count > budgets.get(room, 0) for room, count in now.items()))
+    above = [room for room, count in now.items() if count > budgets.get(room, 0)]
+    if above:
+        print(f"Above their budgets: {', '.join(above)}. Make it with fewer lines, or run --update and say for what.")
+    return int(bool(above))
 
 
 if __name__ == "__main__":

@@ -26,12 +26,14 @@ import contextlib
 import datetime as dt
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,8 @@ TIERS = {
     "all": "not slow",
     "soak": "",
 }
+REWRITTEN = re.compile(r"/tests/.*/(test_\w+|conftest)\.py$")
+"""What pytest compiles in its own way."""
 OUT = Path(os.environ.get("OUT", ROOT / "out"))
 MAX_FAILURES = 10
 REPEATS = 50
@@ -87,7 +91,22 @@ def _compile() -> None:
     """Write bytecode once: without it, hundreds of kernels, agents and ranks compile the package."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     for folder in ("axon_nb", "magics", "tests"):
-        compileall.compile_dir(ROOT / folder, quiet=2)
+        compileall.compile_dir(ROOT / folder, quiet=2, rx=REWRITTEN, workers=0)
+    with ProcessPoolExecutor() as pool:
+        list(pool.map(_rewrite, sorted((ROOT / "tests").rglob("test_*.py")), chunksize=8))
+
+
+def _rewrite(path: Path) -> None:
+    """Write the bytecode of a test in which pytest shows what an assert compared; each worker would do it for all."""
+    from _pytest.assertion import AssertionState, rewrite
+    from _pytest.config import get_config
+
+    pyc = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+    if rewrite._read_pyc(path, pyc) is None:
+        pyc.parent.mkdir(exist_ok=True)
+        config = get_config()
+        digest, code = rewrite._rewrite_test(path, config)
+        rewrite._write_pyc(AssertionState(config, "rewrite"), code, digest, pyc)
 
 
 def _parse(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:

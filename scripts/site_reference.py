@@ -18,8 +18,7 @@ from axon_nb.magics.arguments import EXAMPLES
 from axon_nb.magics.cells import cell_parser
 from axon_nb.magics.data import DataMagics
 from axon_nb.magics.distributed import DistributedMagics
-from axon_nb.magics.plan import plan_parser
-from axon_nb.magics.views import JobViewMagics, TimelineMagics, ViewMagics
+from axon_nb.magics.views import JobViewMagics, TimelineMagics, ViewMagics, plan_parser
 from axon_nb.remote.tools import TOOLS, WRITING, Limits, Tools
 from scripts.generated_page import ROOT
 

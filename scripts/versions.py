@@ -40,7 +40,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "tests/kernel/session/test_unknown_torch.py",
         "tests/unit/records/test_versions.py",
     ),
-    "wrong numbers": ("tests/engine/test_wrong_numbers.py",),
+    "wrong numbers": ("tests/engine/test_self_test.py",),
     "interrupts": ("tests/engine/test_interrupts.py", "tests/kernel/recovery/test_interrupts.py"),
     "recovery": ("tests/kernel/recovery/test_recovery.py", "tests/engine/test_release.py"),
     "deadlocks": ("tests/kernel/failures/test_waits.py",),
@@ -59,7 +59,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "checkpoints": ("tests/parallel/checkpoint/test_checkpoint.py",),
     "plan": (
         "tests/plan/test_communication.py",
-        "tests/plan/test_copies.py",
+        "tests/plan/test_communication.py",
         "tests/plan/footprint/test_memory.py",
         "tests/plan/test_schedule.py",
         "tests/plan/test_step_time.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from hypothesis import HealthCheck, settings
 
 from axon_nb.cluster.launch.compatibility import wrong_numbers_mark
 from scripts.changed_tests import DURATIONS, QUICK, runs_always
+from tests.support import agent_server
 
 RUN_VARIABLE = "AXON_NB_TEST_RUN"
 """Set in the environment of this run and so of every process that it starts, however deep."""
@@ -82,6 +84,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if not is_xdist_worker(config):
         os.environ[RUN_VARIABLE] = uuid.uuid4().hex
+        if getattr(config.option, "numprocesses", None) and not config.option.markexpr.startswith("quick"):
+            os.environ[agent_server.SHARED] = agent_server.start()
+    gc.disable()  # until all tests are collected, nearly all of which stays
     folder = Path(tempfile.mkdtemp(prefix="axt-"))
     config.stash[_private_folder] = folder
     for variable in (
@@ -154,6 +159,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_tier and collection_path.suffix == ".py" and not is_needed else None
 
 
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str) -> list[pytest.Item] | None:
+    """Leave out the other tests of a file that runs for its promises alone: together they are most of all tests."""
+    file = collector.nodeid.partition("::")[0]
+    if "promise" not in collector.config.option.markexpr or not name.startswith("test"):
+        return None
+    is_needed = file.startswith((*QUICK, *_changed_paths())) or f"{file}::{name}" in _promised_functions()
+    return None if is_needed or file in _promised_functions() else []
+
+
+@functools.cache
+def _promised_functions() -> frozenset[str]:
+    """The promised tests without their parameters, and the files of which all tests are."""
+    return frozenset(test.partition("[")[0] for test in _promised_tests())
+
+
 @functools.cache
 def _promised_tests() -> frozenset[str]:
     kinds = tomllib.loads((Path(__file__).parent / "promises.toml").read_text(encoding="utf-8")).values()
@@ -199,6 +219,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_browser)
     yield
     _sort_by_group(items)
+    gc.collect()
+    gc.freeze()  # what was imported and collected stays: no collection in a test goes through it again
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

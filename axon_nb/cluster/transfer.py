@@ -24,23 +24,7 @@ from axon_nb.cluster.cells.result import await_reply, ranks_on_this_host, read_v
 from axon_nb.cluster.failures import cell_error, hint_for, root_cause
 from axon_nb.errors import UsageError
 from axon_nb.host.shared_memory import BlockAddress, SharedBlock, block_size, join_parts
-from axon_nb.records.protocol.transfer import (
-    BroadcastModels,
-    DescribeModels,
-    HoldValues,
-    LoadedSession,
-    LoadSession,
-    ReceiveValues,
-    ReleaseValues,
-    SavedSession,
-    SaveSession,
-    Seed,
-    SendValue,
-    SetVariables,
-    SyncRecord,
-    TakePendingValue,
-    Undelivered,
-)
+from axon_nb.records.protocol import transfer as protocol
 from axon_nb.records.protocol.wire import RankCall, cell_source
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import count_of, format_bytes
@@ -87,10 +71,10 @@ def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]], *, as_i
                 addresses.update(dict.fromkeys(recipients, block.address))
         data = _joined(packed, variables, [rank for rank in variables if rank not in addresses])
         addresses |= open_blocks.enter_context(_held(cells.state, data, task))
-        unreached = _run(cells, list(addresses), ReceiveValues(addresses), task) if addresses else {}
+        unreached = _run(cells, list(addresses), protocol.ReceiveValues(addresses), task) if addresses else {}
     remote = {rank: content for rank, content in data.items() if rank not in addresses}
     remote |= _joined(packed, variables, unreached)
-    _call_remote(cells.state, {rank: SetVariables(content) for rank, content in remote.items()}, task)
+    _call_remote(cells.state, {rank: protocol.SetVariables(content) for rank, content in remote.items()}, task)
 
 
 def _joined(
@@ -117,14 +101,14 @@ def _held(state: ClusterState, data: Mapping[int, bytes], task: str) -> Iterator
             sharing.setdefault((state.rank_info[rank].host, id(content)), []).append(rank)
     groups = {ranks[0]: ranks for ranks in sharing.values() if len(ranks) > 1}
     try:
-        blocks = _call_remote(state, {holder: HoldValues(data[holder]) for holder in groups}, task)
+        blocks = _call_remote(state, {holder: protocol.HoldValues(data[holder]) for holder in groups}, task)
         yield {rank: block for holder, block in blocks.items() if block is not None for rank in groups[holder]}
     except BaseException:
         for holder in groups:
             with contextlib.suppress(Exception):  # it is dead
-                rpc.call(state.connection.client, holder, ReleaseValues())  # not awaited: it may be stuck
+                rpc.call(state.connection.client, holder, protocol.ReleaseValues())  # not awaited: it may be stuck
         raise
-    _call_remote(state, {holder: ReleaseValues() for holder in groups}, task)
+    _call_remote(state, {holder: protocol.ReleaseValues() for holder in groups}, task)
 
 
 def pull(
@@ -166,7 +150,7 @@ def pull(
         while True:
             blocks = {rank: open_blocks.enter_context(SharedBlock()) for rank in local}
             addresses = {rank: blocks[rank].address if rank in blocks else None for rank in ranks}
-            call = SendValue(expression, addresses, tuple(participants), shards, arrays, as_is)
+            call = protocol.SendValue(expression, addresses, tuple(participants), shards, arrays, as_is)
             unreached = _run(cells, participants, call, task)
             if needed := {rank for reason in unreached.values() for rank in reason.needed}:
                 participants = sorted(needed)
@@ -175,7 +159,7 @@ def pull(
                 break
             local = [rank for rank in local if rank not in unreached]
         remote = [rank for rank in ranks if rank not in blocks]
-        received = _call_remote(cells.state, dict.fromkeys(remote, TakePendingValue()), task)
+        received = _call_remote(cells.state, dict.fromkeys(remote, protocol.TakePendingValue()), task)
         sources: dict[int, SharedBlock | bytes] = {rank: block for rank, block in blocks.items() if not block.empty}
         sources |= {rank: data for rank, data in received.items() if data}
         # A gathered value comes from one rank; the entry of each rank is still a separate copy.
@@ -227,8 +211,8 @@ def _report_queue(state: ClusterState, ranks: Iterable[int]) -> None:
 
 
 def _run(
-    cells: CellManager, ranks: Sequence[int], call: RankCall[Undelivered | None], task: str
-) -> dict[int, Undelivered]:
+    cells: CellManager, ranks: Sequence[int], call: RankCall[protocol.Undelivered | None], task: str
+) -> dict[int, protocol.Undelivered]:
     """Make a call as a cell, so that a death, an interrupt or a deadlock aborts it like any other cell.
 
     Args:
@@ -241,7 +225,7 @@ def _run(
         By rank that could not transfer its value in this way, the reason.
     """
     result = cells.run(cell_source(call), ranks=ranks, quiet=True, check=False)
-    undelivered = {rank: value for rank, value in result.values.items() if isinstance(value, Undelivered)}
+    undelivered = {rank: value for rank, value in result.values.items() if isinstance(value, protocol.Undelivered)}
     if not result.errors or any(reason.needed for reason in undelivered.values()):
         return undelivered
     cause = root_cause(result.errors)
@@ -460,7 +444,7 @@ class SyncReport(Struct, frozen=True):
 
 
 def plan_sync(
-    reports: Mapping[int, Mapping[str, SyncRecord]], source: int, names: Sequence[str]
+    reports: Mapping[int, Mapping[str, protocol.SyncRecord]], source: int, names: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
     """Decide which variables to copy, in order, and why the others cannot be copied.
 
@@ -490,7 +474,7 @@ def plan_sync(
     }
 
 
-def _why_not(reports: Mapping[int, Mapping[str, SyncRecord]], source: int, name: str) -> str:
+def _why_not(reports: Mapping[int, Mapping[str, protocol.SyncRecord]], source: int, name: str) -> str:
     absent = [rank for rank in reports if name not in reports[rank]]
     if absent:
         return f"does not exist on {name_ranks(absent)}"
@@ -511,9 +495,11 @@ def sync(cells: CellManager, source: int, names: Sequence[str]) -> SyncReport:
         raise UsageError(f"--from {source}: ranks are 0 to {cells.state.world_size - 1}.")
     if busy := cells.state.busy:
         raise UsageError(f"A cell is running on {name_ranks(busy)}: wait until it finishes, or interrupt it.")
-    reports: Mapping[int, Mapping[str, SyncRecord]] = _run_quietly(cells, DescribeModels(tuple(names)))
+    reports: Mapping[int, Mapping[str, protocol.SyncRecord]] = _run_quietly(
+        cells, protocol.DescribeModels(tuple(names))
+    )
     selection, skipped = plan_sync(reports, source, names)
-    _run_quietly(cells, BroadcastModels(source, tuple(selection)))
+    _run_quietly(cells, protocol.BroadcastModels(source, tuple(selection)))
     size = sum(reports[source][name].bytes for name in selection if reports[source][name].kind == "module")
     return SyncReport(source, tuple(selection), size, skipped)
 
@@ -537,7 +523,7 @@ def seed(cells: CellManager, value: int, *, per_rank: bool = False) -> str:
     highest = _MAX_SEED - cells.state.world_size
     if not 0 <= value <= highest:
         raise UsageError(f"seed must be an integer from 0 to {highest}; got {value}.")
-    cells.run(cell_source(Seed(value, per_rank)), quiet=True)
+    cells.run(cell_source(protocol.Seed(value, per_rank)), quiet=True)
     done = f"Seeded random, numpy and torch on {name_ranks(cells.state.ranks)}"
     if per_rank:
         return f"{done}: {value} on rank 0, {value + 1} on rank 1, and so on."
@@ -555,7 +541,7 @@ def save_session(cells: CellManager, folder: str) -> str:
         UsageError: that is not possible.
     """
     path = Path(folder).expanduser().absolute()
-    saved: dict[int, SavedSession] = _run_unchecked(cells, SaveSession(str(path)))
+    saved: dict[int, protocol.SavedSession] = _run_unchecked(cells, protocol.SaveSession(str(path)))
     first = saved[0]
     lines = [f"Saved the session of {cells.state.world_size} ranks to {folder} ({format_bytes(first.bytes)})."]
     if first.models:
@@ -578,7 +564,9 @@ def load_session(cells: CellManager, folder: str) -> str:
     Raises:
         UsageError: that is not possible.
     """
-    loaded: LoadedSession = _run_unchecked(cells, LoadSession(str(Path(folder).expanduser().absolute())))[0]
+    loaded: protocol.LoadedSession = _run_unchecked(
+        cells, protocol.LoadSession(str(Path(folder).expanduser().absolute()))
+    )[0]
     size = cells.state.world_size
     if loaded.world_size == size:
         return f"Loaded the session from {folder}: all variables and random states of {size} ranks."

@@ -47,7 +47,7 @@ def watch_dtensors(module: ModuleType) -> None:
         _handle(module, operator, _check_pending)
     for operator in (aten.amax.default, aten.amin.default, aten.linalg_vector_norm.default):
         _handle(module, operator, _check_extreme)
-    if torch.__version__.startswith(("2.13.", "2.14.")):
+    if torch.__version__.startswith(("2.13.", "2.14.", "2.15.")):
         # Of a split height or width these handlers compute a part and call it whole; torch's rules, which gather it,
         # are right: https://github.com/pytorch/pytorch/issues/191926
         for operator in (aten.convolution.default, aten.convolution_backward.default):

@@ -1,4 +1,4 @@
-"""Runs all checks; slow ones run in parallel child processes."""
+"""Runs all checks; slow ones run in parallel child processes. Of other hosts, checks what `--hosts` needs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 from axon_nb._version import __version__
 from axon_nb.cluster.launch.placement import plan_layout
+from axon_nb.cluster.launch.schedulers import K8sOption, K8sProgram, RayOption, check_ray
 from axon_nb.doctor import installation
 from axon_nb.doctor.clusters import FoundCluster, clusters, find_clusters, rank_names
-from axon_nb.doctor.k8s import k8s
 from axon_nb.doctor.machine import NVML, gpus, host, limits, network
-from axon_nb.doctor.ray import ray
 from axon_nb.doctor.report import Finding, Report, Section
+from axon_nb.errors import AxonError, UsageError
 
 _SELF_TEST_TIMEOUT_S = 120.0
 _TORCH_TIMEOUT_S = 120.0
 _NVML_TIMEOUT_S = 30.0
+_SAME = ("python", "torch", "axon_nb")
 
 
 def examine(hosts: str | None = None) -> Report:
@@ -85,3 +87,81 @@ def _try(name: str, section: Callable[[], Section]) -> Section:
             "Report this text as an axon_nb bug.",
         )  # fmt: skip
         return Section(name, (finding,))
+
+
+# ---- what `--hosts k8s` and `--hosts ray` need -----------------------------------------------------------------------
+
+
+def k8s(hosts: str) -> Section:
+    """Check that Kubernetes is reached, what it permits, what its nodes have, and that it accepts the template.
+
+    Args:
+        hosts: The option `--hosts`.
+    """
+    try:
+        namespace = K8sOption.parse(hosts).where.partition("=")[0]
+        program = K8sProgram()
+        found = program.ask("check", namespace=namespace)
+        program.leave()
+    except AxonError as error:
+        finding = Finding("connection", str(error), "problem", f"--hosts {hosts} cannot start ranks.", "See above.")
+        return Section("Kubernetes", (finding,))
+    way = f"directly, at {found['ip']}" if found["ip"] else "through the API server's port-forward"
+    findings = [Finding("Kubernetes", f"{found['version']}, namespace {found['namespace']}")]
+    findings.append(Finding("way to pods", way))
+    if found["denied"]:
+        findings.append(
+            Finding(
+                "permissions", f"not: {', '.join(found['denied'])}", "problem", "Ranks cannot start in pods.",
+                "Ask the administrator for the Role of docs/howto/kubernetes.md.",
+            )
+        )  # fmt: skip
+    else:
+        findings.append(Finding("permissions", "sufficient"))
+        findings.append(
+            Finding("template", found["problem"], "problem", "Ranks cannot start in pods.", "Correct the template.")
+            if found["problem"]
+            else Finding("template", "accepted")
+        )
+    findings += [Finding(node["name"], f"{node['cpu']} CPUs, {node['gpu']} GPUs") for node in found["nodes"]]
+    return Section("Kubernetes", tuple(findings), found)
+
+
+def ray(hosts: str) -> Section:
+    """Check that Ray is reached, what its nodes have, and that each has the same versions and reaches this host.
+
+    Args:
+        hosts: The option `--hosts`.
+
+    Raises:
+        UsageError: it is not about Ray.
+    """
+    if hosts.partition(":")[0] != "ray":
+        raise UsageError(f"`doctor --hosts` checks ray, ray:ADDRESS, k8s or k8s:NAMESPACE; got {hosts}.")
+    try:
+        found = check_ray(RayOption.parse(hosts).where)
+    except AxonError as error:
+        finding = Finding("connection", str(error), "problem", f"--hosts {hosts} cannot start ranks.", "See above.")
+        return Section("Ray", (finding,))
+    nodes, own = found["nodes"], found["own"]
+    held = ", ".join(f"{name!r}: {cpus:g} CPUs, {gpus:g} GPUs" for name, (cpus, gpus) in found["groups"].items())
+    findings = [Finding("Ray", f"{own['ray']}, {len(nodes)} nodes"), Finding("reserved by", held or "nobody")]
+    findings += [_node(node, own) for node in nodes if node["total"]["CPU"]]  # on others no rank is placed
+    return Section("Ray", tuple(findings), found)
+
+
+def _node(node: dict[str, Any], own: dict[str, str]) -> Finding:
+    free = ", ".join(f"{node['free'][kind]:g} of {node['total'][kind]:g} {kind}s free" for kind in ("CPU", "GPU"))
+    label = f"{node['name']} ({node['ip']})"
+    if unreached := node.get("unreached"):
+        return Finding(
+            label, f"{free}; {unreached}", "problem", "Ranks on this node cannot join a cluster of this notebook.",
+            "Let this node connect to that address, or name another with `--interface`.",
+        )  # fmt: skip
+    if others := [f"{name} {node[name] or 'missing'}" for name in _SAME if node[name] != own[name]]:
+        here = ", ".join(f"{name} {own[name]}" for name in _SAME if node[name] != own[name])
+        return Finding(
+            label, f"{free}; {', '.join(others)}", "problem", f"This notebook has {here}.",
+            "Install the same versions in the image or the runtime environment that Ray uses.",
+        )  # fmt: skip
+    return Finding(label, f"{free}; same versions; reaches this host")

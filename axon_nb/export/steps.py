@@ -225,7 +225,7 @@ def _value(context: _Context, entry: PushedValues, name: str, *, is_last: bool) 
         step.source = "file"
         return step
     statements, missing = defining_statements([name], context.plain)
-    if statements and not missing - _module_names():
+    if statements and not missing - {"__name__", "__file__"}:
         step.source = "code"
         step.text = _joined(context, statements)
         step.imports = tuple(ast.unparse(s) for s in statements if isinstance(s, (ast.Import, ast.ImportFrom)))
@@ -256,10 +256,6 @@ def _is_literal(node: ast.expr) -> bool:
     except (ValueError, TypeError, SyntaxError):
         return False
     return True
-
-
-def _module_names() -> set[str]:
-    return {"__name__", "__file__"}
 
 
 def _joined(context: _Context, statements: Sequence[ast.stmt]) -> str:

@@ -5,48 +5,24 @@ from __future__ import annotations
 import os
 import selectors
 import socket
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from axon_nb.errors import StartError
-from axon_nb.host.children import (
-    Children,
-    Death,
-    LastOutput,
-    OomCounter,
-    Wakeup,
-    adopt_orphans,
-    describe_controller_exit,
-    last_line,
-)
-from axon_nb.host.connections import (
-    AcceptedConnection,
-    CommandConnection,
-    Connection,
-    Listener,
-    StoreConnection,
-    TcpListener,
-    close_unauthenticated,
-)
+from axon_nb.host import children, connections
 from axon_nb.host.fork import EXIT_LIMIT_S, ForkQueue
 from axon_nb.host.link import Hosts, Member, MemberConnection
 from axon_nb.host.resources import GpuLocks, read_gpus
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import StoreServer
-from axon_nb.records.environment import AGENT_SERVER
+from axon_nb.records.environment import AGENT_SERVER, JOIN_KEY, SLURM_NODE
 from axon_nb.records.protocol import agent as messages
-from axon_nb.records.protocol.agent import (
-    AgentEvent,
-    ClusterFacts,
-    ControllerExit,
-    Exit,
-    IdleStop,
-    Stopped,
-)
+from axon_nb.records.protocol.recovery import ENGINE_ENTRY
 from axon_nb.records.protocol.wire import ProtocolError, decode, encode
 
 _FIRST_CONTACT_TIMEOUT_S = 180.0
@@ -74,15 +50,15 @@ class Agent:
     def __init__(self, run_dir: RunDir, options: AgentOptions) -> None:
         self.run_dir = run_dir
         self.options = options
-        self.children = Children()
-        self._last_output = LastOutput()
-        self._oom = OomCounter()
-        self.info: ClusterFacts | None = None
+        self.children = children.Children()
+        self._last_output = children.LastOutput()
+        self._oom = children.OomCounter()
+        self.info: messages.ClusterFacts | None = None
         """What a notebook has stored; None until it has."""
         self._store = StoreServer()
-        self._store_listener: TcpListener | None = None
+        self._store_listener: connections.TcpListener | None = None
         self._selector = selectors.DefaultSelector()
-        self._peers: set[Connection] = set()
+        self._peers: set[connections.Connection] = set()
         self._forks = ForkQueue(
             options.entry, self.children, self._last_output, self._inherited, imports_later=options.imports_later
         )
@@ -98,7 +74,7 @@ class Agent:
         """When a cell last started or ended, or a notebook connected; and whether one runs."""
         self._left_ns = 0
         """Monotonic time at which the last notebook disconnected; 0 if none has."""
-        self._deaths: dict[int, Exit] = {}
+        self._deaths: dict[int, messages.Exit] = {}
         self._commands: dict[type[messages.Command[Any]], Callable[[Any, Any], Any]] = {
             messages.Hello: self._hello,
             messages.SetInfo: lambda peer, one: self._write_info(one.info, peer.owner),
@@ -119,12 +95,12 @@ class Agent:
 
     def run(self) -> None:
         """Serve until stopped; leave no child process and no file behind."""
-        adopt_orphans()
-        self._wakeup = Wakeup(self._begin_stop, at_terminal=self._member is not None)
+        children.adopt_orphans()
+        self._wakeup = children.Wakeup(self._begin_stop, at_terminal=self._member is not None)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_signal)
-        store = Listener(self.run_dir.store_socket, self._selector, self._accept_store)
-        commands = Listener(self.run_dir.agent_socket, self._selector, self._accept_command)
-        self._listeners: list[Listener | TcpListener | None] = [store, commands]
+        store = connections.Listener(self.run_dir.store_socket, self._selector, self._accept_store)
+        commands = connections.Listener(self.run_dir.agent_socket, self._selector, self._accept_command)
+        self._listeners: list[connections.Listener | connections.TcpListener | None] = [store, commands]
         try:
             if self.options.controller:
                 self.children.spawn_controller(self.options.controller, self.run_dir.path / "log" / "controller.log")
@@ -150,7 +126,7 @@ class Agent:
             elif (self._deadline is not None and now >= self._deadline) or self._starter not in (None, os.getppid()):
                 self._begin_stop()
             elif self._idle_at is not None and now >= self._idle_at:
-                self._broadcast(IdleStop(now - self._active_at))
+                self._broadcast(messages.IdleStop(now - self._active_at))
                 self._begin_stop()
             idle = self._forks.step(busy=bool(self.children.ranks or self.hosts.ranks))
             due += [self._deadline, self._idle_at, self._stopping, None if self._starter is None else now + 1.0]
@@ -174,28 +150,28 @@ class Agent:
         for death in self.children.reap():
             self._report_death(death)
 
-    def _report_death(self, death: Death) -> None:
+    def _report_death(self, death: children.Death) -> None:
         if death.rank is None and self._stopping is not None:
             return  # we stopped it ourselves
         facts: dict[str, Any] = {"pid": death.pid, "code": death.code, "time_ns": time.monotonic_ns()}
         facts["out_of_memory"] = self._oom.poll()
         if death.rank is not None:
-            self._report_exit(Exit(rank=death.rank, **facts | self._last_output.of(death.rank)))
+            self._report_exit(messages.Exit(rank=death.rank, **facts | self._last_output.of(death.rank)))
             return
-        last_output = last_line(self.run_dir.path / "log" / "controller.log")
-        self._broadcast(ControllerExit(**facts, last_output=last_output))
-        self._start_failure = describe_controller_exit(death.code, last_output)
+        last_output = children.last_line(self.run_dir.path / "log" / "controller.log")
+        self._broadcast(messages.ControllerExit(**facts, last_output=last_output))
+        self._start_failure = children.describe_controller_exit(death.code, last_output)
         if self._starter is None:  # otherwise stay, to report this to the notebook when it connects
             self._begin_stop()
 
-    def _report_exit(self, event: Exit) -> None:
+    def _report_exit(self, event: messages.Exit) -> None:
         self._deaths[event.rank] = event
         self._broadcast(event)
 
-    def _broadcast(self, event: AgentEvent) -> None:
+    def _broadcast(self, event: messages.AgentEvent) -> None:
         message = encode(event)
         for peer in list(self._peers):
-            if isinstance(peer, CommandConnection | MemberConnection) and peer.owner:
+            if isinstance(peer, connections.CommandConnection | MemberConnection) and peer.owner:
                 peer.send_message(message)
 
     def _check_membership(self, now: float) -> float | None:
@@ -209,37 +185,37 @@ class Agent:
         return due
 
     def _accept_command(self, sock: socket.socket) -> None:
-        self._peers.add(CommandConnection(sock, self._selector, self._closed, self._command))
+        self._peers.add(connections.CommandConnection(sock, self._selector, self._closed, self._command))
 
     def _accept_store(self, sock: socket.socket) -> None:
-        self._peers.add(StoreConnection(sock, self._selector, self._closed, self._store.handle))
+        self._peers.add(connections.StoreConnection(sock, self._selector, self._closed, self._store.handle))
 
-    def _serve_store(self, peer: CommandConnection, command: messages.ServeStore) -> messages.StorePort:
+    def _serve_store(self, peer: connections.CommandConnection, command: messages.ServeStore) -> messages.StorePort:
         """Serve the store over TCP too, for ranks on other hosts; one listener, however often it is asked for."""
 
         def accept(sock: socket.socket) -> None:
             key = bytes.fromhex(command.key)
-            close_unauthenticated(list(self._peers))
-            self._peers.add(AcceptedConnection(sock, self._selector, self._closed, self._store.handle, key))
+            connections.close_unauthenticated(list(self._peers))
+            self._peers.add(connections.AcceptedConnection(sock, self._selector, self._closed, self._store.handle, key))
 
-        self._store_listener = self._store_listener or TcpListener(command.ip, self._selector, accept)
+        self._store_listener = self._store_listener or connections.TcpListener(command.ip, self._selector, accept)
         return messages.StorePort(self._store_listener.port)
 
-    def _closed(self, peer: Connection) -> None:
+    def _closed(self, peer: connections.Connection) -> None:
         self._peers.discard(peer)
         if isinstance(peer, MemberConnection) and self._member is not None:
             self.children.kill_all()  # nobody can use these ranks any more
             self._member.lost(time.monotonic())
-        if isinstance(peer, CommandConnection) and peer.owner and not self._owned:
+        if isinstance(peer, connections.CommandConnection) and peer.owner and not self._owned:
             # The kernel was restarted or killed. Ranks wait for it to reattach; a prewarmed agent stops.
             self._left_ns = time.monotonic_ns()
             self._deadline = time.monotonic() + (0.0 if self.info is None else self.info.keep_alive_s)
 
     @property
     def _owned(self) -> bool:
-        return any(isinstance(peer, CommandConnection) and peer.owner for peer in self._peers)
+        return any(isinstance(peer, connections.CommandConnection) and peer.owner for peer in self._peers)
 
-    def _command(self, peer: CommandConnection | MemberConnection, message: dict[str, Any]) -> None:
+    def _command(self, peer: connections.CommandConnection | MemberConnection, message: dict[str, Any]) -> None:
         number, name = message.pop("id", None), message.pop("cmd", "")
         kind = messages.command_kind(name)
         if kind is messages.ReadGpus:
@@ -268,7 +244,7 @@ class Agent:
                 reply = messages.failure(f"{type(error).__name__}: {error}")
         peer.send_message({"id": number, **reply})
 
-    def _hello(self, peer: CommandConnection, command: messages.Hello) -> messages.AgentState:
+    def _hello(self, peer: connections.CommandConnection, command: messages.Hello) -> messages.AgentState:
         if command.exclusive and self._owned:
             raise StartError(f"The cluster {self.info.name if self.info else ''!r} is in use by another notebook.")
         peer.owner = command.owner
@@ -281,7 +257,7 @@ class Agent:
             self._write_info(self.info, peer.owner)
         return self._state(peer)
 
-    def _state(self, peer: CommandConnection | MemberConnection) -> messages.AgentState:
+    def _state(self, peer: connections.CommandConnection | MemberConnection) -> messages.AgentState:
         return messages.AgentState(
             pid=os.getpid(),
             ready=self._forks.ready,
@@ -317,14 +293,14 @@ class Agent:
         sockets = [one.sock for one in listeners if one is not None]
         return [self._selector, *self._wakeup.sockets, *sockets, *(peer.sock for peer in self._peers)]
 
-    def _write_info(self, info: ClusterFacts | None, owner: str = "") -> None:
+    def _write_info(self, info: messages.ClusterFacts | None, owner: str = "") -> None:
         """Store the facts of the cluster, also in the file that other processes read without asking."""
         self.info = None if info is None else replace(info, owner=owner)
         self._active_at = time.monotonic()  # a prewarmed agent may have waited for long
         self.run_dir.write_info({"pid": os.getpid(), **({} if self.info is None else encode(self.info))})
 
     def _stop_on_request(self) -> None:
-        self._broadcast(Stopped())
+        self._broadcast(messages.Stopped())
         self._begin_stop()
 
     def _begin_stop(self) -> None:
@@ -333,3 +309,52 @@ class Agent:
             self._deadline = None
             self.hosts.stop()
             self.children.terminate_ranks()
+
+
+# ---- `axon-nb host --join`: serve this host in a cluster whose notebook is on another --------------------------------
+
+
+def join_cluster(
+    address: str, *, name: str = "", read_key: bool = False, tunnel: Sequence[int] = (), entry: str = ENGINE_ENTRY
+) -> int:
+    """Join a cluster and run ranks here until it stops; return the exit status.
+
+    Args:
+        address: Where the notebook's agent listens, ``ip:port``.
+        name: The name of this host in the cluster; empty: its name in Slurm, or its host name.
+        read_key: Whether to read the cluster's key from standard input instead of the environment, as the notebook
+            has it done. Such an agent joins only if no other one has its name.
+        tunnel: Ports of the notebook's loopback that are to be reached on this host's, through a port-forward.
+        entry: What forked ranks run, as ``module:function``.
+
+    Raises:
+        StartError: this host cannot join; the message says why.
+    """
+    ip, _, port = address.rpartition(":")
+    if not ip or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise StartError(f"--join must be IP:PORT, as `%distributed start --hosts join` prints it; got {address!r}.")
+    key = sys.stdin.readline().strip() if read_key else JOIN_KEY.get()
+    os.environ.pop(JOIN_KEY.name, None)
+    if not key:
+        raise StartError(
+            f"The cluster's key is missing. Set {JOIN_KEY.name}, as the command that `%distributed start --hosts join` "
+            "prints does."
+        )
+    if tunnel:
+        from axon_nb.host.schedulers.k8s import relay
+
+        relay(tunnel)
+    os.umask(0o077)
+    # Asked about GPUs in the usual way, CUDA would forbid a fork.
+    os.environ.update({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ})
+    run_dir = RunDir.create()
+    own_name = name or SLURM_NODE.get() or socket.gethostname()
+    member = Member(address, key.encode(), own_name, run_dir, is_only=read_key)
+    try:
+        member.join()
+        print(f"Joined the cluster at {address} as {member.name!r}.", flush=True)
+    except BaseException:
+        run_dir.remove()
+        raise
+    Agent(run_dir, AgentOptions(controller=[], entry=entry, member=member)).run()
+    return 0

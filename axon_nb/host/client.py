@@ -27,22 +27,7 @@ from axon_nb.host.children import describe_controller_exit
 from axon_nb.host.connections import PeerProcess
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import AGENT_SERVER, PYTHON_PATH
-from axon_nb.records.protocol.agent import (
-    AgentEvent,
-    Closed,
-    Command,
-    ControllerExit,
-    Exit,
-    Fork,
-    GetInfo,
-    Hello,
-    Signal,
-    Stop,
-    command_message,
-    command_name,
-    decode_outcome,
-    rejection,
-)
+from axon_nb.records.protocol import agent as messages
 from axon_nb.records.protocol.wire import ProtocolError, decode
 
 R = TypeVar("R")
@@ -88,15 +73,15 @@ def _fork_agent(server: str, argv: list[str], env: dict[str, str], log: int) -> 
         return int(connection.recv(64) or b"0")
 
 
-def outcome(kind: type[Command[R]], reply: Mapping[str, Any]) -> R:
+def outcome(kind: type[messages.Command[R]], reply: Mapping[str, Any]) -> R:
     """Read the agent's reply to a command of `kind`.
 
     Raises:
         StartError: the agent rejects the command; the message says why.
     """
-    if reason := rejection(kind, reply):
+    if reason := messages.rejection(kind, reply):
         raise StartError(reason)
-    return decode_outcome(kind, reply)
+    return messages.decode_outcome(kind, reply)
 
 
 class AgentClient:
@@ -115,8 +100,8 @@ class AgentClient:
         self._ids = itertools.count(1)
         self._replies: dict[int, Future[dict[str, Any]]] = {}
         self._lock = threading.Lock()
-        self._handlers: list[Callable[[AgentEvent], None]] = []
-        self.exits: dict[int, Exit] = {}
+        self._handlers: list[Callable[[messages.AgentEvent], None]] = []
+        self.exits: dict[int, messages.Exit] = {}
         """The last exit event of each rank that has not been forked again."""
         self.closed = threading.Event()
         self.end_reason = ""
@@ -124,22 +109,22 @@ class AgentClient:
         self._reader = threading.Thread(target=self._read, name="axon_nb-agent", daemon=True)
         self._reader.start()
         try:
-            self.hello_reply = self.call(Hello(owner, exclusive))
+            self.hello_reply = self.call(messages.Hello(owner, exclusive))
         except BaseException:
             self.close()
             raise
 
-    def on_event(self, handler: Callable[[AgentEvent], None]) -> None:
+    def on_event(self, handler: Callable[[messages.AgentEvent], None]) -> None:
         """Call `handler` on the reader thread with each event; `Closed` is the last one."""
         self._handlers.append(handler)
 
-    def send(self, command: Command[Any]) -> Future[dict[str, Any]]:
+    def send(self, command: messages.Command[Any]) -> Future[dict[str, Any]]:
         """Send a command; the future resolves to the reply, for `outcome`, or raises `ClusterLostError`."""
-        if isinstance(command, Fork):
+        if isinstance(command, messages.Fork):
             self.exits.pop(command.rank, None)
         number = next(self._ids)
         future: Future[dict[str, Any]] = Future()
-        line = json.dumps(command_message(number, command)).encode() + b"\n"
+        line = json.dumps(messages.command_message(number, command)).encode() + b"\n"
         with self._lock:
             if self.closed.is_set():
                 raise ClusterLostError(f"Cluster {self.name!r} is gone. Run `%distributed start` to start a new one.")
@@ -153,7 +138,7 @@ class AgentClient:
                 ) from None
         return future
 
-    def call(self, command: Command[R]) -> R:
+    def call(self, command: messages.Command[R]) -> R:
         """Send a command and wait for the reply.
 
         Raises:
@@ -162,7 +147,7 @@ class AgentClient:
         """
         return self.result(type(command), self.send(command))
 
-    def result(self, kind: type[Command[R]], future: Future[dict[str, Any]]) -> R:
+    def result(self, kind: type[messages.Command[R]], future: Future[dict[str, Any]]) -> R:
         """Wait for the reply to a command of `kind`, as `call` does.
 
         Args:
@@ -173,7 +158,7 @@ class AgentClient:
             reply = future.result(_REPLY_TIMEOUT_S)
         except TimeoutError:
             raise ClusterLostError(
-                f"The host agent of {self.name!r} did not reply to {command_name(kind)!r} within "
+                f"The host agent of {self.name!r} did not reply to {messages.command_name(kind)!r} within "
                 f"{_REPLY_TIMEOUT_S:.0f} s."
             ) from None
         return outcome(kind, reply)
@@ -185,7 +170,7 @@ class AgentClient:
             ClusterLostError: the agent is gone.
         """
         try:
-            self.send(GetInfo()).result(timeout_s)
+            self.send(messages.GetInfo()).result(timeout_s)
         except TimeoutError:
             return False
         return True
@@ -193,9 +178,9 @@ class AgentClient:
     def kill_ranks(self, ranks: Collection[int], timeout_s: float) -> bool:
         """Kill ranks and wait for their exits, at most `timeout_s` seconds; return whether none of them is left."""
         end = time.monotonic() + timeout_s
-        replies = {rank: self.send(Signal(rank, int(signal.SIGKILL))) for rank in ranks}
+        replies = {rank: self.send(messages.Signal(rank, int(signal.SIGKILL))) for rank in ranks}
         try:
-            alive = {rank for rank, reply in replies.items() if outcome(Signal, reply.result(timeout_s)).sent}
+            alive = {rank for rank, reply in replies.items() if outcome(messages.Signal, reply.result(timeout_s)).sent}
         except (ClusterLostError, TimeoutError):
             return False
         while not alive <= set(self.exits):
@@ -210,10 +195,10 @@ class AgentClient:
                 for line in lines:
                     message = json.loads(line)
                     if "event" in message:
-                        event: AgentEvent = decode(AgentEvent, message)
-                        if isinstance(event, ControllerExit):
+                        event: messages.AgentEvent = decode(messages.AgentEvent, message)
+                        if isinstance(event, messages.ControllerExit):
                             self.end_reason = describe_controller_exit(event.code, event.last_output)
-                        elif isinstance(event, Exit):
+                        elif isinstance(event, messages.Exit):
                             self.exits[event.rank] = event
                         self._emit(event)
                     elif (future := self._replies.pop(message.pop("id", None), None)) is not None:
@@ -226,9 +211,9 @@ class AgentClient:
                 replies, self._replies = self._replies, {}
             for future in replies.values():
                 future.set_exception(ClusterLostError(f"The host agent of {self.name!r} is gone."))
-            self._emit(Closed())
+            self._emit(messages.Closed())
 
-    def _emit(self, event: AgentEvent) -> None:
+    def _emit(self, event: messages.AgentEvent) -> None:
         for handler in list(self._handlers):
             handler(event)
 
@@ -248,7 +233,7 @@ class AgentClient:
             Whether it is gone.
         """
         with contextlib.suppress(ClusterLostError):
-            self.send(Stop())
+            self.send(messages.Stop())
         self._process.signal(signal.SIGCONT)  # somebody may have stopped it
         gone = self.closed.wait(timeout_s)
         if not gone and self._process.kill_with_children():
@@ -308,7 +293,7 @@ class AgentQuery:
         pid, _, _ = struct.unpack("3i", self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return int(pid) or None
 
-    def request(self, command: Command[Any]) -> dict[str, Any]:
+    def request(self, command: messages.Command[Any]) -> dict[str, Any]:
         """Send a command and return the fields of the reply, unchecked: the agent may be of another version.
 
         Raises:
@@ -317,7 +302,7 @@ class AgentQuery:
         """
         deadline = time.monotonic() + self._timeout_s
         self._sock.settimeout(self._timeout_s)
-        self._sock.sendall(json.dumps(command_message(1, command)).encode() + b"\n")
+        self._sock.sendall(json.dumps(messages.command_message(1, command)).encode() + b"\n")
         while b"\n" not in self._pending:
             if not self._read(deadline):
                 raise ConnectionError("the host agent closed the connection")

@@ -37,15 +37,28 @@ Send = Callable[[list[bytes]], None]
 
 
 class Connection:
-    """An accepted connection; reads and writes never block the event loop."""
+    """An accepted connection; reads and writes never block the event loop.
+
+    Args:
+        sock: The socket.
+        selector: The agent's selector.
+        on_close: Called when the connection is closed.
+        handle: Called with each message, as the kind of connection says.
+    """
 
     def __init__(
-        self, sock: socket.socket, selector: selectors.BaseSelector, on_close: Callable[[Connection], None]
+        self,
+        sock: socket.socket,
+        selector: selectors.BaseSelector,
+        on_close: Callable[[Connection], None],
+        handle: Callable[..., None],
     ) -> None:
         self.sock = sock
         self._selector = selector
         self._on_close = on_close
-        self._outgoing = bytearray()
+        self._handle = handle
+        self._outgoing, self._pending = bytearray(), bytearray()
+        self._decoder = Decoder()
         self.closed = False
         sock.setblocking(False)
         selector.register(sock, selectors.EVENT_READ, self.on_ready)
@@ -104,31 +117,21 @@ class Connection:
 
 
 class CommandConnection(Connection):
-    """Connection of a notebook: one JSON object per line in each direction."""
+    """Connection of a notebook: one JSON object per line in each direction. It and the object are handled."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        selector: selectors.BaseSelector,
-        on_close: Callable[[Connection], None],
-        handle: Callable[[CommandConnection, dict[str, Any]], None],
-    ) -> None:
-        self._lines = bytearray()
-        self._handle = handle
-        self.owner = ""
-        super().__init__(sock, selector, on_close)
+    owner = ""
 
     def received(self, data: bytes) -> None:
         """Execute each complete line."""
-        self._lines += data
-        while (end := self._lines.find(b"\n")) >= 0:
-            line = bytes(self._lines[:end])
-            del self._lines[: end + 1]
+        self._pending += data
+        while (end := self._pending.find(b"\n")) >= 0:
+            line = bytes(self._pending[:end])
+            del self._pending[: end + 1]
             message = json.loads(line)
             if not isinstance(message, dict):
                 raise ValueError("a command must be a JSON object")
             self._handle(self, message)
-        if len(self._lines) > _MAX_LINE:
+        if len(self._pending) > _MAX_LINE:
             raise ValueError(f"command exceeds {_MAX_LINE} bytes")
 
     def send_message(self, message: dict[str, Any]) -> None:
@@ -137,18 +140,7 @@ class CommandConnection(Connection):
 
 
 class StoreConnection(Connection):
-    """Connection of a rank's store client."""
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        selector: selectors.BaseSelector,
-        on_close: Callable[[Connection], None],
-        handle: Callable[[list[bytes], Callable[[list[bytes]], None]], None],
-    ) -> None:
-        self._decoder = Decoder()
-        self._handle = handle
-        super().__init__(sock, selector, on_close)
+    """Connection of a rank's store client. The message is handled, and a function that sends the answer."""
 
     def received(self, data: bytes) -> None:
         """Answer each complete message."""
@@ -364,12 +356,10 @@ class SignedConnection(Connection):
         handle: Callable[[list[bytes], Send], None],
         signer: MessageSigner | None,
     ) -> None:
-        self._decoder = Decoder()
-        self._handle = handle
         self._signer = signer
         self.received_at = time.monotonic()
         """When the last bytes arrived; monotonic time in seconds."""
-        super().__init__(sock, selector, on_close)
+        super().__init__(sock, selector, on_close, handle)
 
     @property
     def received_ns(self) -> int:
@@ -405,7 +395,6 @@ class AcceptedConnection(SignedConnection):
         key: bytes,
     ) -> None:
         self._handshake = Handshake(key)
-        self._handshake_bytes = bytearray()
         self.since = time.monotonic()
         super().__init__(sock, selector, on_close, handle, None)
         self.send(self._handshake.challenge)
@@ -423,11 +412,11 @@ class AcceptedConnection(SignedConnection):
     def received(self, data: bytes) -> None:
         """Complete the handshake, then handle messages."""
         if self._signer is None:
-            self._handshake_bytes += data
-            if len(self._handshake_bytes) < NONCE_SIZE + PROOF_SIZE:
+            self._pending += data
+            if len(self._pending) < NONCE_SIZE + PROOF_SIZE:
                 return
             # Raises if the reply is wrong or too long, which closes the connection.
-            proof, self._signer = self._handshake.check(bytes(self._handshake_bytes))
+            proof, self._signer = self._handshake.check(bytes(self._pending))
             self.send(proof)
             return
         super().received(data)

@@ -24,43 +24,13 @@ from typing import Any
 import msgspec
 
 from axon_nb.errors import StartError
-from axon_nb.host.connections import (
-    AcceptedConnection,
-    Connection,
-    MessageSigner,
-    SignedConnection,
-    TcpListener,
-    authenticate,
-    close_unauthenticated,
-    link_key,
-    mask_server_key,
-    resend_soon,
-)
+from axon_nb.host import connections
 from axon_nb.host.resources import usable_cores
 from axon_nb.host.run_dir import FolderCopy, RunDir
 from axon_nb.host.store import encode as encode_parts
 from axon_nb.host.store import receive
 from axon_nb.records.environment import HOST_NAME
-from axon_nb.records.protocol.agent import (
-    AgentEvent,
-    AgentState,
-    Command,
-    CompareFiles,
-    Exit,
-    Fork,
-    GetInfo,
-    Hello,
-    HostFacts,
-    Signal,
-    Stop,
-    StorePort,
-    Welcome,
-    WriteFile,
-    command_message,
-    decode_outcome,
-    refusal,
-    rejection,
-)
+from axon_nb.records.protocol import agent as messages
 from axon_nb.records.protocol.wire import decode, encode, own_version, read_version, refuse_host
 from axon_nb.records.spans import ClockEstimate, HostClock
 
@@ -83,25 +53,25 @@ _QUIET_S = 1.0
 _UNREACHED_MS = 8000
 """What the system of the notebook's host has not received for this long says that the link is cut, not that the agent
 is stopped. The notebook's agent has given this host up by then."""
-Link = tuple[socket.socket, MessageSigner]
+Link = tuple[socket.socket, connections.MessageSigner]
 """A connection that has been authenticated."""
 
 
-class HostConnection(AcceptedConnection):
+class HostConnection(connections.AcceptedConnection):
     """The connection of another host's agent."""
 
-    facts: HostFacts | None = None
+    facts: messages.HostFacts | None = None
     """What it said about itself; None until it has."""
     ranks: dict[int, int]
     """Pid of each of its live ranks."""
-    state: AgentState | None = None
+    state: messages.AgentState | None = None
     """What it replied last."""
 
     def __init__(
         self,
         sock: socket.socket,
         selector: selectors.BaseSelector,
-        on_close: Callable[[Connection], None],
+        on_close: Callable[[connections.Connection], None],
         on_message: Callable[[HostConnection, dict[str, Any]], None],
         key: bytes,
     ) -> None:
@@ -114,11 +84,11 @@ class HostConnection(AcceptedConnection):
         self._owes_reply = False
         super().__init__(sock, selector, on_close, lambda parts, _: on_message(self, json.loads(parts[0])), key)
 
-    def command(self, command: Command[Any], reply: Reply) -> None:
+    def command(self, command: messages.Command[Any], reply: Reply) -> None:
         """Send a command; `reply` gets the fields of the answer."""
         number = next(self._numbers)
         self._replies[number] = reply
-        self.send_message(command_message(number, command))
+        self.send_message(messages.command_message(number, command))
 
     def on_reply(self, message: dict[str, Any]) -> None:
         """Pass on the answer to a command."""
@@ -129,20 +99,20 @@ class HostConnection(AcceptedConnection):
         """Answer the commands that will get no answer."""
         replies, self._replies = self._replies, {}
         for reply in replies.values():
-            reply(refusal(reason))
+            reply(messages.refusal(reason))
 
     def ask(self, now: float) -> float:
         """Ask for the state, unless a reply is due; return when to ask next."""
         # One question at a time: with few unacknowledged packets, TCP sends lost ones again after a constant time.
         if not self._owes_reply and now >= self._asked_at + _ASK_INTERVAL_S:
             self._asked_at, self._owes_reply, self._asked_ns = now, True, time.monotonic_ns()
-            self.command(GetInfo(), self._on_state)
+            self.command(messages.GetInfo(), self._on_state)
         return self._asked_at + _ASK_INTERVAL_S if not self._owes_reply else now + _ASK_INTERVAL_S
 
     def _on_state(self, fields: Mapping[str, Any]) -> None:
         self._owes_reply = False
-        if not rejection(GetInfo, fields):  # the connection is closed: `fail`
-            self.state = decode_outcome(GetInfo, fields)
+        if not messages.rejection(messages.GetInfo, fields):  # the connection is closed: `fail`
+            self.state = messages.decode_outcome(messages.GetInfo, fields)
             self.clock.add(self._asked_ns, self.state.received_ns, self.state.sent_ns, self.received_ns)
 
     def has_unread(self) -> bool:
@@ -175,9 +145,9 @@ class Hosts:
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        peers: set[Connection],
+        peers: set[connections.Connection],
         engine_file: Path,
-        report: Callable[[Exit], None],
+        report: Callable[[messages.Exit], None],
     ) -> None:
         self._selector = selector
         self._peers = peers
@@ -185,7 +155,7 @@ class Hosts:
         self._report = report
         self._by_name: dict[str, HostConnection] = {}
         self._lost: dict[str, str] = {}
-        self.listener: TcpListener | None = None
+        self.listener: connections.TcpListener | None = None
         """Where agents join; None: they cannot."""
         self._key = b""
         self._stopped_at: float | None = None
@@ -193,20 +163,20 @@ class Hosts:
         self.refused: list[str] = []
         """Why hosts could not join."""
 
-    def listen(self, ip: str, key: bytes) -> StorePort:
+    def listen(self, ip: str, key: bytes) -> messages.StorePort:
         """Let agents join on this address; return the same port if they can already."""
 
         def accept(sock: socket.socket) -> None:
-            close_unauthenticated(list(self._peers))
-            resend_soon(sock)
+            connections.close_unauthenticated(list(self._peers))
+            connections.resend_soon(sock)
             self._peers.add(HostConnection(sock, self._selector, self._closed, self._on_message, key))
 
         self._key = key
-        self.listener = self.listener or TcpListener(ip, self._selector, accept)
-        return StorePort(self.listener.port)
+        self.listener = self.listener or connections.TcpListener(ip, self._selector, accept)
+        return messages.StorePort(self.listener.port)
 
     @property
-    def facts(self) -> dict[str, HostFacts]:
+    def facts(self) -> dict[str, messages.HostFacts]:
         """The hosts that are connected, by name."""
         return {name: link.facts for name, link in self._by_name.items() if link.facts is not None}
 
@@ -232,8 +202,8 @@ class Hosts:
         if link.facts is None:
             self._welcome(link, message)
         elif "event" in message:
-            event = decode(AgentEvent, message)
-            if isinstance(event, Exit) and link.ranks.pop(event.rank, None) is not None:
+            event = decode(messages.AgentEvent, message)
+            if isinstance(event, messages.Exit) and link.ranks.pop(event.rank, None) is not None:
                 self._report(msgspec.structs.replace(event, time_ns=time.monotonic_ns(), host=link.facts.name))
         else:
             link.on_reply(message)
@@ -242,22 +212,24 @@ class Hosts:
         version = read_version(message.get("version"))
         if reason := refuse_host(str(message.get("name")), version):
             self.refused.append(reason)
-            link.send_message(refusal(reason))
+            link.send_message(messages.refusal(reason))
             return
-        facts = decode(HostFacts, message)
+        facts = decode(messages.HostFacts, message)
         for other in list(self._by_name.values()):
             if other.facts is not None and other.facts.folder == facts.folder:  # it is back before it was missed
                 other.close()
         if facts.is_only and facts.name in self._by_name:
             # After a cut, the agent that was there joins again, and a repair may have started another one meanwhile.
-            link.send_message(refusal(f"Another agent serves the host {facts.name!r} by now, so this one exits."))
+            link.send_message(
+                messages.refusal(f"Another agent serves the host {facts.name!r} by now, so this one exits.")
+            )
             return
         names, number = {socket.gethostname(), *self._by_name}, 1
         while (name := facts.name if number == 1 else f"{facts.name}-{number}") in names:
             number += 1
         link.facts = msgspec.structs.replace(facts, name=name)
         self._by_name[name] = link
-        link.send_message(encode(Welcome(name, self._read_engine_file())))
+        link.send_message(encode(messages.Welcome(name, self._read_engine_file())))
 
     def _read_engine_file(self) -> dict[str, Any]:
         try:
@@ -265,10 +237,10 @@ class Hosts:
         except (OSError, ValueError):
             return {}
         if server_key := content.get("curve_serverkey"):
-            content["curve_serverkey"] = mask_server_key(self._key, server_key.encode()).hex()
+            content["curve_serverkey"] = connections.mask_server_key(self._key, server_key.encode()).hex()
         return {name: value for name, value in content.items() if name != "key"}
 
-    def fork(self, command: Fork, reply: Reply) -> None:
+    def fork(self, command: messages.Fork, reply: Reply) -> None:
         """Fork a rank on `command.host`; `reply` gets the fields of the answer.
 
         Raises:
@@ -283,7 +255,7 @@ class Hosts:
 
         link.command(msgspec.structs.replace(command, host=""), on_reply)
 
-    def pass_on(self, command: CompareFiles | WriteFile, reply: Reply) -> None:
+    def pass_on(self, command: messages.CompareFiles | messages.WriteFile, reply: Reply) -> None:
         """Have the agent of `command.host` perform it; `reply` gets the fields of the answer.
 
         Raises:
@@ -297,7 +269,7 @@ class Hosts:
             raise StartError(f"The host {host!r} is not connected; connected: {known}.")
         return link
 
-    def signal(self, command: Signal, reply: Reply) -> bool:
+    def signal(self, command: messages.Signal, reply: Reply) -> bool:
         """Send a signal to a rank; return whether it is on one of these hosts."""
         link = next((one for one in self._by_name.values() if command.rank in one.ranks), None)
         if link is not None:
@@ -321,7 +293,7 @@ class Hosts:
                 due = min(due, max(now, link.lost_at))
         return due
 
-    def _closed(self, connection: Connection) -> None:
+    def _closed(self, connection: connections.Connection) -> None:
         self._peers.discard(connection)
         if not isinstance(connection, HostConnection) or connection.facts is None:
             return
@@ -332,14 +304,16 @@ class Hosts:
         if self._stopped_at is not None:
             return
         for rank, pid in connection.ranks.items():
-            self._report(Exit(rank=rank, pid=pid, code=0, time_ns=time.monotonic_ns(), host=name, host_lost=reason))
+            self._report(
+                messages.Exit(rank=rank, pid=pid, code=0, time_ns=time.monotonic_ns(), host=name, host_lost=reason)
+            )
 
     def stop(self) -> None:
         """Stop the agents and all their ranks."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
             for link in self._by_name.values():
-                link.command(Stop(), lambda _: None)
+                link.command(messages.Stop(), lambda _: None)
 
     @property
     def stopping(self) -> bool:
@@ -352,7 +326,7 @@ class UnreachableError(StartError):
     """The notebook's host cannot be reached now."""
 
 
-class MemberConnection(SignedConnection):
+class MemberConnection(connections.SignedConnection):
     """The connection to the notebook's agent, which sends commands like a notebook."""
 
     owner = "the cluster"
@@ -422,11 +396,11 @@ class Member:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            resend_soon(sock)
+            connections.resend_soon(sock)
             if sys.platform == "linux":
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREACHED_MS)
             sock.settimeout(_HANDSHAKE_TIMEOUT_S)
-            signer = authenticate(sock, link_key(self._cluster_key))
+            signer = connections.authenticate(sock, connections.link_key(self._cluster_key))
             reply = self._introduce(sock, signer)
         except TimeoutError:
             sock.close()
@@ -440,16 +414,16 @@ class Member:
                 f"{self.address} rejected this host ({error}). Use the command, with its key, that "
                 "`%distributed start --hosts join` printed for this cluster."
             ) from None
-        if reason := rejection(Hello, reply):
+        if reason := messages.rejection(messages.Hello, reply):
             sock.close()
             raise StartError(reason)
-        welcome = decode(Welcome, reply)
+        welcome = decode(messages.Welcome, reply)
         self.name = welcome.name
         self._write_engine_file(welcome.engine_file)
         self._joined, self._is_only = (sock, signer), True
 
-    def _introduce(self, sock: socket.socket, signer: MessageSigner) -> dict[str, Any]:
-        facts = HostFacts(self.name, str(self._run_dir.path), usable_cores(), own_version(), self._is_only)
+    def _introduce(self, sock: socket.socket, signer: connections.MessageSigner) -> dict[str, Any]:
+        facts = messages.HostFacts(self.name, str(self._run_dir.path), usable_cores(), own_version(), self._is_only)
         sock.sendall(encode_parts(signer.sign([json.dumps(encode(facts)).encode()])))
         return dict(json.loads(signer.verify(receive(sock))[0]))
 
@@ -460,15 +434,15 @@ class Member:
         file.touch(mode=0o600)
         secrets = {"key": self._cluster_key.decode()}
         if masked := content.get("curve_serverkey"):
-            key = link_key(self._cluster_key)
-            secrets["curve_serverkey"] = mask_server_key(key, bytes.fromhex(masked)).decode()
+            key = connections.link_key(self._cluster_key)
+            secrets["curve_serverkey"] = connections.mask_server_key(key, bytes.fromhex(masked)).decode()
         file.write_text(json.dumps({**content, **secrets}))
 
     def serve(
         self,
         link: Link,
         selector: selectors.BaseSelector,
-        on_close: Callable[[Connection], None],
+        on_close: Callable[[connections.Connection], None],
         handle: Callable[[MemberConnection, dict[str, Any]], None],
     ) -> MemberConnection:
         """Handle the commands that arrive on what `step` returned."""
@@ -514,7 +488,7 @@ class Member:
             self.over = not isinstance(error, UnreachableError) or now > self._give_up_at
         return self._retry_at, None
 
-    def localized(self, command: Fork) -> Fork:
+    def localized(self, command: messages.Fork) -> messages.Fork:
         """Return the command with what only this host knows: its environment, folders and modules."""
         folder = str(self.copy.of(command.cwd) or (command.cwd if Path(command.cwd).is_dir() else Path.home()))
         return msgspec.structs.replace(

@@ -21,6 +21,7 @@ from axon_nb.comm.collectives.reduction import all_reduce_sum
 from axon_nb.comm.errors import InvalidArgumentError, TensorError
 from axon_nb.comm.group import Backend, GroupLike, ProcessGroup, resolve
 from axon_nb.comm.placements import declare_placements
+from axon_nb.parallel.data.ddp import prepare_torch_ddp
 from axon_nb.records.units import aligned
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ class Experts(nn.Module):
 
     Gradients are those of the mean over ranks of each rank's loss, as DDP and FSDP2 have it: average those of the
     router over all ranks that see other tokens; those of experts over the ranks that hold the same ones, if any
-    (``sync_gradients(layer.expert_parameters(), group=mesh["dp"])``), and never over `group`. `DDP` leaves them alone,
-    `clip_grad_norm` counts each once, and `Checkpoints` loads them on another number of ranks.
+    (``sync_gradients(layer.expert_parameters(), group=mesh["dp"])``), and never over `group`. `DDP`, also torch's own,
+    leaves them alone, `clip_grad_norm` counts each once, and `Checkpoints` loads them on another number of ranks.
 
     Args:
         hidden: Features of the input and the output.
@@ -140,6 +141,7 @@ class Experts(nn.Module):
             return
         from torch.distributed.tensor import Shard
 
+        prepare_torch_ddp()
         mesh = group if isinstance(group, DeviceMesh) else DeviceMesh.from_group(self.group.torch_group, self._kind())
         for weight in self.expert_parameters():
             declare_placements(weight, mesh, [Shard(0)])

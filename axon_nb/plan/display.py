@@ -165,6 +165,17 @@ def plotly_figure(traces: Sequence[Any], layout: Any) -> Any:
     return figure
 
 
+def bar(name: str, x: Sequence[Any], y: Sequence[Any], color: str | None = None, **more: Any) -> dict[str, Any]:
+    """Return the plotly trace of some bars; without a colour they take the next one."""
+    painted = {} if color is None else {"marker": {"color": color}}
+    return {"type": "bar", "name": name, "x": x, "y": y, **painted, **more}
+
+
+def titled(text: str, **more: Any) -> dict[str, Any]:
+    """Return a plotly axis or layout with this title."""
+    return {"title": {"text": text}, **more}
+
+
 def paint_of(name: str) -> str:
     """Return the colour of a role of memory, or of a part of a step such as ``compute, backward``."""
     if name in ROLES:
@@ -186,27 +197,20 @@ def figure_of(spans: Iterable[Span], *, title: str) -> Any:
     for span in spans:
         by_action.setdefault(span.name, []).append(span)
     traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": _NAMES.get(action, action),
-            "marker": {"color": _COLORS.get(action)},
-            "base": [span.start_ns / 1e6 for span in group],
-            "x": [(span.end_ns - span.start_ns) / 1e6 for span in group],
-            "y": [span.rank for span in group],
-            "customdata": [[span.stage, span.microbatch] for span in group],
-            "hovertemplate": "stage %{customdata[0]}, microbatch %{customdata[1]}<br>from %{base:.3f} ms, %{x:.3f} ms",
-        }
+        bar(
+            _NAMES.get(action, action),
+            [(span.end_ns - span.start_ns) / 1e6 for span in group],
+            [span.rank for span in group],
+            _COLORS.get(action),
+            orientation="h",
+            base=[span.start_ns / 1e6 for span in group],
+            customdata=[[span.stage, span.microbatch] for span in group],
+            hovertemplate="stage %{customdata[0]}, microbatch %{customdata[1]}<br>from %{base:.3f} ms, %{x:.3f} ms",
+        )
         for action, group in by_action.items()
     ]
-    layout = {
-        "title": {"text": title},
-        "barmode": "overlay",
-        "bargap": 0.1,
-        "xaxis": {"title": {"text": "ms"}},
-        "yaxis": {"title": {"text": "rank"}, "autorange": "reversed", "dtick": 1},
-    }
-    return plotly_figure(traces, layout)
+    ranks = titled("rank", autorange="reversed", dtick=1)
+    return plotly_figure(traces, titled(title, barmode="overlay", bargap=0.1, xaxis=titled("ms"), yaxis=ranks))
 
 
 def svg_of(spans: Sequence[Span]) -> str:

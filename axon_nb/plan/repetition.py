@@ -160,7 +160,7 @@ def _has_parts(value: Any) -> bool:
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, Mapping):
-        return [(("key", _key(key)), part) for key, part in value.items()]
+        return [(("key", key if isinstance(key, _PLAIN) else id(key)), part) for key, part in value.items()]
     if isinstance(value, list | tuple):
         return [("length", len(value)), *enumerate(value)]
     if isinstance(value, functools.partial):
@@ -172,10 +172,6 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
         fields = [("code", value.__code__), ("defaults", value.__defaults__), ("more", value.__kwdefaults__)]
         return [*fields, *enumerate(cells)]
     return [("class", type(value)), *vars(value).items()]
-
-
-def _key(key: Any) -> Any:
-    return key if isinstance(key, _PLAIN) else id(key)
 
 
 def _is_filled(cell: Any) -> bool:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
+from axon_nb.plan import muon
 from axon_nb.plan.arguments import ZERO_2, check_int, check_number
-from axon_nb.plan.display import Shown, Table, format_flops, format_ms, paint_of, plotly_figure
+from axon_nb.plan.display import Shown, Table, bar, format_flops, format_ms, paint_of, plotly_figure, titled
 from axon_nb.plan.hardware import FITTED, Link, Rates, Work, resolve_rates
 from axon_nb.plan.pipeline import SchedulePlan, StageTimes, schedule
 from axon_nb.plan.tracing.subject import owner
 from axon_nb.plan.traffic.communication import ParallelLayout, TrafficOptions, traffic_of
+from axon_nb.plan.traffic.muon import step_work
 from axon_nb.plan.traffic.parallelism import boundaries
 from axon_nb.plan.traffic.plan import GRADIENT_AXES, CommunicationPlan, Traffic
 from axon_nb.records.units import format_bytes
@@ -146,24 +148,17 @@ class StepTime(Shown):
     def figure(self) -> Any:
         """A plotly figure: one bar of milliseconds, part by part."""
         bars = [
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": part,
-                "marker": {"color": paint_of(part)},
-                "x": [1e3 * seconds],
-                "y": ["step"],
-            }
+            bar(part, [1e3 * seconds], ["step"], paint_of(part), orientation="h")
             for part, seconds in self.parts.items()
         ]
-        layout = {
-            "barmode": "stack",
-            "title": {"text": f"{self.title}: {format_ms(self.total_s)} ms per step"},
-            "xaxis": {"title": {"text": "ms"}},
-            "yaxis": {"showticklabels": False},
-            "legend": {"traceorder": "normal"},
-            "height": 320,
-        }
+        layout = titled(
+            f"{self.title}: {format_ms(self.total_s)} ms per step",
+            barmode="stack",
+            xaxis=titled("ms"),
+            yaxis={"showticklabels": False},
+            legend={"traceorder": "normal"},
+            height=320,
+        )
         return plotly_figure(bars, layout)
 
     def _summary(self) -> str:
@@ -238,19 +233,20 @@ def optimizer_work(layout: ParallelLayout, pp_rank: int) -> Work:
         pp_rank: The rank along ``pp``.
     """
     whole = layout.trace.total("optimizer")
-    trained = layout.trace.cached("trained parameters", lambda: set(layout.trace.ready))
+    trained = layout.trace.cached("trained parameters", lambda: set(layout.trace.ready) - layout.matrices)
     total = layout.trace.cached(
         "sizes of trained parameters", lambda: [p.numel() for name, p in layout.trace.parameters if name in trained]
     )
     here = [p for p in layout.parameters_by_pp_rank[pp_rank] if p.name in trained]
+    of_muon = step_work(layout, pp_rank)
     if not total:
-        return whole
+        return whole + of_muon
     fixed = {"ddp": 1, "no_shard": 1, "hybrid_shard": layout.size("shard")}.get(layout.strategy)
     shards = [fixed or layout.gradient_group(experts=p.is_expert)[1] for p in here]
     share = sum(math.prod(p.shape) / num for p, num in zip(here, shards, strict=True)) / sum(total)
     # ZeRO-1 assigns whole parameters to ranks instead of splitting them.
     calls = sum(1 / num for num in shards) if layout.strategy == "optimizer_state" else len(here)
-    return Work(whole.flops * share, whole.bytes * share, whole.ops * calls / len(total))
+    return Work(whole.flops * share, whole.bytes * share, whole.ops * calls / len(total)) + of_muon
 
 
 def copy_work(layout: ParallelLayout, traffic: CommunicationPlan, pp_rank: int) -> Work:
@@ -566,8 +562,15 @@ def _assumptions(layout: ParallelLayout, rates: Rates, overlap: float) -> Iterat
             "tp divides the matrix products that it shards, and the other operations of their blocks, evenly; none of "
             "its communication is hidden"
         )
+    yield from _of_layout(layout)
+    yield "all ranks are equally fast and otherwise idle; data loading is free"
+
+
+def _of_layout(layout: ParallelLayout) -> Iterator[str]:
     if layout.experts:
         yield "every expert gets as many tokens; none of the time in which they travel is hidden"
+    if layout.matrices:
+        yield f"{muon.NOTE}; none of the time in which matrices travel is hidden"
     if layout.size("cp") > 1:
         yield (
             "ranks along cp compute equal parts; computation hides how keys and values travel, and not how their "
@@ -580,7 +583,6 @@ def _assumptions(layout: ParallelLayout, rates: Rates, overlap: float) -> Iterat
         )
     if layout.stages is not None:
         yield "a microbatch takes its share of the batch's time; senders do not wait for delivery"
-    yield "all ranks are equally fast and otherwise idle; data loading is free"
 
 
 def _unknown(layout: ParallelLayout, rates: Rates, total_s: float) -> Iterator[str]:

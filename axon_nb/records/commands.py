@@ -50,7 +50,9 @@ class Option(Struct, frozen=True):
             "type": integer if self.type is int else self.type,
             "help": self.help,
         }
-        if self.flag:
+        if self.flag and self.default is REQUIRED:
+            parser.add_argument(self.flag, dest=self.name, required=True, **options)
+        elif self.flag:
             parser.add_argument(self.flag, dest=self.name, default=self.default, **options)
         elif self.many:
             parser.add_argument(self.name, nargs="*", **options)
@@ -167,6 +169,33 @@ COMMANDS: Mapping[str, ClusterCommand] = {
     ),
 }
 """By name."""
+
+
+PLAN = ClusterCommand(
+    "rank the layouts of a model on GPUs that you need not have",
+    "7B --ranks 64 --card h100 --json",
+    (
+        Option("model", "the size of a GPT such as 7B, or a Hugging Face model", REQUIRED, metavar="MODEL"),
+        Option("ranks", "number of GPUs", REQUIRED, int, "--ranks", "N"),
+        Option("card", "a GPU's name (default: h100)", "h100", flag="--card"),
+        Option("memory_gib", "GiB per GPU (default: the card's)", None, float, "--memory", "GIB"),
+        Option("context", "tokens in a sample (default: 2048)", 2048, int, "--context", "N"),
+        Option("global_batch", "samples per step (default: 2 per GPU)", None, int, "--batch", "N"),
+        Option("max_ep", "most ranks that share the experts (default: all that can)", None, int, "--max-ep", "N"),
+        Option(
+            "max_cp", "most ranks that share a sequence (default: as many as leave each 4,096 tokens)", None, int,
+            "--max-cp", "N",
+        ),
+        Option("optimizer", "such as Muon or SGD (default: AdamW)", "AdamW", flag="--optimizer", metavar="NAME"),
+        Option("top", "how many layouts (default: 5)", 5, int, "--top", "N"),
+    ),
+    tool="Rank the training layouts (data, expert, context, tensor, pipeline parallel) of a model.\n\n"
+    'model: the size of a GPT such as "7B" or "13B", or a Hugging Face model. card: "h100", "a100" and so on.\n'
+    "max_ep, max_cp: most ranks that share the experts, and a sequence (default: all that can; 4,096 tokens each).\n"
+    'optimizer: its name in torch.optim, or "Muon".\n'
+    "It takes half a minute of processor time.",
+)  # fmt: skip
+"""What needs no cluster."""
 
 
 class ErrorCode(enum.StrEnum):

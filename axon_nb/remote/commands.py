@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.errors import AxonError, UsageError
-from axon_nb.records.commands import COMMANDS, ClusterCommand, EndpointError, ErrorCode
+from axon_nb.records.commands import COMMANDS, PLAN, ClusterCommand, EndpointError, ErrorCode
 from axon_nb.usage import CommandParser, ProgramCommand
 
 if TYPE_CHECKING:
@@ -202,44 +202,13 @@ def _pull(options: argparse.Namespace) -> int:
 
 
 def _plan_arguments(parser: CommandParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="the size of a GPT such as 7B, or a Hugging Face model")
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of GPUs")
-    parser.add_argument("--card", default="h100", help="a GPU's name (default: h100)")
-    parser.add_argument("--memory", type=float, default=None, metavar="GIB", help="GiB per GPU (default: the card's)")
-    parser.add_argument("--context", type=int, default=2048, metavar="N", help="tokens in a sample (default: 2048)")
-    parser.add_argument("--batch", type=int, default=None, metavar="N", help="samples per step (default: 2 per GPU)")
-    parser.add_argument(
-        "--max-ep",
-        type=int,
-        default=None,
-        metavar="N",
-        help="most ranks that share the experts (default: all that can)",
-    )
-    parser.add_argument(
-        "--max-cp",
-        type=int,
-        default=None,
-        metavar="N",
-        help="most ranks that share a sequence (default: as many as leave each 4,096 tokens)",
-    )
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="how many layouts (default: 5)")
+    for option in PLAN.options:
+        option.add_to(parser)
     _common(parser)
 
 
 def _plan(options: argparse.Namespace) -> int:
-
-    reply = plan_layouts(
-        options.model,
-        options.ranks,
-        card=options.card,
-        memory_gib=options.memory,
-        context=options.context,
-        global_batch=options.batch,
-        max_ep=options.max_ep,
-        max_cp=options.max_cp,
-        top=options.top,
-    )
-    return _print(options, reply)
+    return _print(options, plan_layouts(**{option.name: getattr(options, option.name) for option in PLAN.options}))
 
 
 def _with_code(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -288,12 +257,7 @@ REMOTE_COMMANDS: Mapping[str, ProgramCommand] = {
         _pull,
         needs_share=True,
     ),
-    "plan": _command(
-        "rank the layouts of a model on GPUs that you need not have",
-        "axon-nb plan 7B --ranks 64 --card h100 --json",
-        _plan_arguments,
-        _plan,
-    ),
+    "plan": _command(PLAN.summary, f"axon-nb plan {PLAN.example}", _plan_arguments, _plan),
 }
 
 
@@ -301,15 +265,16 @@ def plan_layouts(
     model: str,
     ranks: int,
     *,
-    card: str = "h100",
-    memory_gib: float | None = None,
-    context: int = 2048,
-    global_batch: int | None = None,
-    max_ep: int | None = None,
-    max_cp: int | None = None,
-    top: int = 5,
+    card: str,
+    memory_gib: float | None,
+    context: int,
+    global_batch: int | None,
+    max_ep: int | None,
+    max_cp: int | None,
+    optimizer: str,
+    top: int,
 ) -> dict[str, Any]:
-    """Rank the layouts of a model's training step in bfloat16 with AdamW.
+    """Rank the layouts of a model's training step in bfloat16.
 
     Args:
         model: The size of a GPT such as ``7B``, or a causal language model of Hugging Face: its name or folder.
@@ -320,6 +285,7 @@ def plan_layouts(
         global_batch: Samples per step over all GPUs; None: two per GPU.
         max_ep: As in `plan.search`.
         max_cp: As in `plan.search`.
+        optimizer: Its name in `torch.optim`, or Muon.
         top: How many layouts to return.
 
     Raises:
@@ -332,7 +298,7 @@ def plan_layouts(
         raise UsageError(f"--card {card}: must be one of {', '.join(CARDS)}.")
     size = SIZES.get(model.lower())
     source: Any = model
-    options: dict[str, Any] = {"seq": context, "max_ep": max_ep, "max_cp": max_cp}
+    options: dict[str, Any] = {"seq": context, "max_ep": max_ep, "max_cp": max_cp, "optimizer": optimizer}
     if size is not None:
         from axon_nb.parallel.models import GPTConfig
 

@@ -26,7 +26,7 @@ from msgspec import Struct
 from axon_nb._version import __version__
 from axon_nb.doctor.clusters import FoundCluster, find_clusters
 from axon_nb.errors import AxonError, UsageError
-from axon_nb.records.commands import COMMANDS, EndpointError, ErrorCode
+from axon_nb.records.commands import COMMANDS, PLAN, EndpointError, ErrorCode
 
 _TIMEOUT_S = 60.0
 """A notebook replies within seconds, unless its kernel is in C code that holds the GIL."""
@@ -200,6 +200,8 @@ class Tools:
 
     def function(self, name: str) -> Callable[..., dict[str, Any]]:
         """Return the function of a tool; its docstring and its signature are what a model reads."""
+        if name == "plan":
+            return _described(self._plan, name, PLAN.tool, PLAN.parameters)
         if (command := COMMANDS.get(name)) is None:
             method: Callable[..., dict[str, Any]] = getattr(self, name)
             return method
@@ -208,11 +210,7 @@ class Tools:
             return self._ask(cluster, name, **options)
 
         which = inspect.Parameter("cluster", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=str | None)
-        signature = inspect.Signature([*command.parameters, which], return_annotation=dict[str, Any])
-        annotations = {key: each.annotation for key, each in signature.parameters.items()}
-        ask.__name__, ask.__doc__, ask.__annotations__ = name, command.tool, annotations
-        vars(ask)["__signature__"] = signature
-        return ask
+        return _described(ask, name, command.tool, [*command.parameters, which])
 
     def _ask(self, cluster: str | None, operation: str, /, **arguments: Any) -> dict[str, Any]:
         reply = connect(cluster).request(operation, timeout_s=self._limits.seconds, **arguments)
@@ -232,29 +230,10 @@ class Tools:
         """Show what the ranks printed in the last cell, also while it runs, and outside of cells."""
         return self._ask(cluster, "logs")
 
-    def plan(
-        self,
-        model: str,
-        ranks: int,
-        *,
-        card: str = "h100",
-        memory_gib: float | None = None,
-        context: int = 2048,
-        global_batch: int | None = None,
-        max_ep: int | None = None,
-        max_cp: int | None = None,
-        top: int = 5,
-    ) -> dict[str, Any]:
-        """Rank the training layouts (data, expert, context, tensor, pipeline parallel) of a model.
-
-        model: the size of a GPT such as "7B" or "13B", or a Hugging Face model. card: "h100", "a100" and so on.
-        max_ep, max_cp: most ranks that share the experts, and a sequence (default: all that can; 4,096 tokens each).
-        It takes half a minute of processor time.
-        """
-        options = {"memory": memory_gib, "batch": global_batch, "context": context, "card": card, "top": top}
-        options |= {"max-ep": max_ep, "max-cp": max_cp}
-        words = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        return self._program("plan", f"--ranks={ranks}", *words, "--", model)
+    def _plan(self, model: str, **given: Any) -> dict[str, Any]:
+        flags = {option.name: option.flag for option in PLAN.options}
+        words = [f"{flags[name]}={value}" for name, value in given.items() if value is not None]
+        return self._program("plan", *words, "--", model)
 
     def export(self, notebook: str, live_only: bool = False) -> dict[str, Any]:
         """Return the %%distributed cells of a saved notebook as one script for torchrun."""
@@ -329,6 +308,21 @@ class Tools:
         except ValueError:
             raise EndpointError(ErrorCode.FAILED, done.stderr.strip()[-500:] or f"{words[0]} failed.") from None
         return reply
+
+
+def _described(
+    run: Callable[..., dict[str, Any]], name: str, text: str, parameters: list[inspect.Parameter]
+) -> Callable[..., dict[str, Any]]:
+    """Return a tool's function with what a model reads of it."""
+
+    def tool(**arguments: Any) -> dict[str, Any]:
+        return run(**arguments)
+
+    signature = inspect.Signature(parameters, return_annotation=dict[str, Any])
+    tool.__name__, tool.__doc__ = name, text
+    tool.__annotations__ = {key: each.annotation for key, each in signature.parameters.items()}
+    vars(tool)["__signature__"] = signature
+    return tool
 
 
 @contextlib.contextmanager

@@ -412,7 +412,7 @@ def _with_values(course: Course, line: CommandLine) -> bool:
     for block in course.blocks:
         value, target = getattr(block.node, "value", None), _target(block.node)
         called = _parser_function(value, functions)
-        if called is not None and target and values is None and _builds_parser(functions[called]):
+        if called is not None and target and values is None and "ArgumentParser(" in functions[called].text:
             function = functions[called]
             assert isinstance(function.node, ast.FunctionDef)
             result = line.read_function(function.node)
@@ -455,7 +455,3 @@ def _parser_function(value: ast.expr | None, functions: dict[str, Block]) -> str
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and not value.args and not value.keywords:
         return value.func.id if value.func.id in functions else None
     return None
-
-
-def _builds_parser(function: Block) -> bool:
-    return "ArgumentParser(" in function.text

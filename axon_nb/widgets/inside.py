@@ -18,19 +18,7 @@ from axon_nb.errors import AxonError
 from axon_nb.records.colors import INK, KINDS
 from axon_nb.records.protocol.inspection import NOT_COMPUTED, RecordedPlace, RecordingFacts
 from axon_nb.records.ranks import name_ranks
-from axon_nb.widgets.html import (
-    CELL,
-    MUTED,
-    WRAPPED_CELL,
-    data_cells,
-    figure,
-    note_lines,
-    rank_color,
-    row_title,
-    table,
-    table_row,
-    text_color,
-)
+from axon_nb.widgets import html
 from axon_nb.widgets.panel import Panel
 
 _HUE = KINDS["forward"].both
@@ -104,7 +92,7 @@ def inside_bundle(name: str, facts: Mapping[int, RecordingFacts]) -> dict[str, s
         (_norms(shown, words, first.starts), _lens(shown, words, first.starts), _maps(shown), _others(shown))
     )
     return {
-        "text/html": figure(body + note_lines(notes), heading=heading),
+        "text/html": html.figure(body + html.note_lines(notes), heading=heading),
         "text/plain": "\n".join([heading, *map(_line, shown), *notes]),
     }
 
@@ -124,15 +112,15 @@ def _computed(place: RecordedPlace) -> str:
 def _title(place: RecordedPlace) -> str:
     """Return the title of a row: the place, and the ranks that split it, each in its colour."""
     split = f"{place.split} by rank {' '.join(_chip(rank, str(rank)) for rank in place.ranks)}" if place.ranks else ""
-    words = f' <span style="font-weight:400;white-space:nowrap;{MUTED}">{split}</span>' if split else ""
-    return row_title(f"{escape(place.name)}{words}", f"{WRAPPED_CELL};overflow-wrap:anywhere;min-width:150px")
+    words = f' <span style="font-weight:400;white-space:nowrap;{html.MUTED}">{split}</span>' if split else ""
+    return html.row_title(f"{escape(place.name)}{words}", f"{html.WRAPPED_CELL};overflow-wrap:anywhere;min-width:150px")
 
 
 def _chip(rank: int, text: str) -> str:
-    color = rank_color(rank).both
+    color = html.rank_color(rank).both
     return (
         f'<span title="rank {rank}" style="padding:0 4px;border-radius:3px;font-size:85%;background:{color};'
-        f'color:{text_color(color)}">{text}</span>'
+        f'color:{html.text_color(color)}">{text}</span>'
     )
 
 
@@ -147,7 +135,7 @@ def _titles(words: Sequence[str], count: int, starts: Sequence[int]) -> str:
             f'text-align:center;vertical-align:bottom;{_edge(position, starts)}">'
             f'<span style="{turned}white-space:pre">{escape(word)}</span></th>'
         )
-    return table_row(f'<th style="{CELL}"></th>', *cells)
+    return html.table_row(f'<th style="{html.CELL}"></th>', *cells)
 
 
 def _word(text: str) -> str:
@@ -170,8 +158,8 @@ def _shaded(text: str, title: str, share: float, edge: str) -> str:
 
 def _grid(title: str, words: Sequence[str], rows: Sequence[str], count: int, starts: Sequence[int]) -> str:
     head = f'<thead style="border:none">{_titles(words, count, starts)}</thead><tbody>'
-    grid = table((), rows).replace("<tbody>", head, 1)
-    return f'<div style="margin:8px 0 2px;{MUTED}">{title}</div>{grid}'
+    grid = html.table((), rows).replace("<tbody>", head, 1)
+    return f'<div style="margin:8px 0 2px;{html.MUTED}">{title}</div>{grid}'
 
 
 def _norms(places: Sequence[RecordedPlace], words: Sequence[str], starts: Sequence[int]) -> str:
@@ -195,7 +183,7 @@ def _norms(places: Sequence[RecordedPlace], words: Sequence[str], starts: Sequen
                 _shaded(text, f"{place.name}, position {position}: {norm:.4g}", share, _edge(position, starts))
             )
         cells += ["<td></td>"] * (count - len(cells))
-        return table_row(_title(place), *cells)
+        return html.table_row(_title(place), *cells)
 
     rows = [row(place) for place in shown]
     span = f"{math.exp(low):.2g} to {math.exp(high):.2g}"
@@ -212,7 +200,7 @@ def _lens(places: Sequence[RecordedPlace], words: Sequence[str], starts: Sequenc
     if not shown:
         return ""
     rows = [
-        table_row(
+        html.table_row(
             _title(place),
             *(
                 _shaded(_word(word), f"{word!r}: {share:.0%}", share, _edge(position, starts))
@@ -230,7 +218,7 @@ def _maps(places: Sequence[RecordedPlace]) -> str:
     if not shown:
         return ""
     words = "attention by head: a row is a token that looks, a column one that it looks at, from the first on"
-    return f'<div style="margin:8px 0 2px;{MUTED}">{words}</div>{"".join(map(_layer, shown))}'
+    return f'<div style="margin:8px 0 2px;{html.MUTED}">{words}</div>{"".join(map(_layer, shown))}'
 
 
 def _layer(place: RecordedPlace) -> str:
@@ -244,7 +232,7 @@ def _layer(place: RecordedPlace) -> str:
         parts.append(
             f'<span style="display:inline-block;margin:0 10px 6px 0"><img alt="attention of head {head}" '
             f'src="{source}" {size} style="display:block;margin:0;max-width:none;'
-            f'image-rendering:pixelated;border:1px solid {INK}"><span style="{MUTED}">head {head}</span> '
+            f'image-rendering:pixelated;border:1px solid {INK}"><span style="{html.MUTED}">head {head}</span> '
             f"{''.join(_chip(rank, f'rank {rank}') for rank in ranks)}</span>"
         )
     return f'<div style="margin:4px 0 2px"><b>{escape(place.name)}</b></div><div>{"".join(parts)}</div>'
@@ -270,5 +258,7 @@ def _png(shares: bytes, width: int, scale: int) -> str:
 
 def _others(places: Sequence[RecordedPlace]) -> str:
     rest = [place for place in places if not place.norms and not place.map_shape]
-    rows = [table_row(_title(place), data_cells([str(place.shape), f"{place.calls} calls"])) for place in rest]
-    return table(("place", "shape", ""), rows) if rows else ""
+    rows = [
+        html.table_row(_title(place), html.data_cells([str(place.shape), f"{place.calls} calls"])) for place in rest
+    ]
+    return html.table(("place", "shape", ""), rows) if rows else ""

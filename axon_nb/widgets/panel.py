@@ -37,6 +37,15 @@ _MAX_INTERVAL_S = 10.0
 class View(anywidget.AnyWidget):
     """A widget; subclasses name their script and style: `_esm = script(...)`, `_css = style(...)`."""
 
+    def __init__(self, **traits: Any) -> None:
+        super().__init__(**traits)
+        # A weak reference, so that the callback does not keep an unused view alive.
+        on_message = weakref.WeakMethod(self.on_message)
+        self.on_msg(lambda _, message, buffers: (method := on_message()) and method(message))
+
+    def on_message(self, message: dict[str, Any]) -> None:
+        """Handle a message from a page; on the notebook's thread."""
+
     def __repr__(self) -> str:
         """Empty: where widgets are not shown, the picture below it is."""
         return ""
@@ -56,9 +65,6 @@ class LiveView(View):
         self._is_stale = False
         self._updates = 0
         super().__init__(content=self._numbered_content())
-        # A weak reference, so that the callback does not keep an unused view alive.
-        view_ref = weakref.ref(self)
-        self.on_msg(lambda _, message, buffers: _on_message(view_ref, message))
 
     @abstractmethod
     def make_content(self) -> dict[str, Any]:
@@ -68,8 +74,11 @@ class LiveView(View):
     def to_bundle(self) -> dict[str, str]:
         """Return what is shown now as `text/html` and `text/plain`, which need neither a kernel nor scripts."""
 
-    def on_op(self, op: str) -> None:
-        """Handle a message from the page other than a heartbeat; from any thread."""
+    def on_message(self, message: dict[str, Any]) -> None:
+        """Note that a page shows it; all messages tell so."""
+        self._last_heartbeat = time.monotonic()
+        if self._is_stale:
+            self.refresh()
 
     @property
     def watched(self) -> bool:
@@ -105,17 +114,6 @@ class LiveView(View):
 
     def _numbered_content(self) -> dict[str, Any]:
         return {**self.make_content(), "updates": self._updates}
-
-
-def _on_message(view_ref: weakref.ref[LiveView], message: dict[str, Any]) -> None:
-    view = view_ref()
-    if view is None:
-        return
-    view._last_heartbeat = time.monotonic()
-    if view._is_stale:
-        view.refresh()
-    if (op := str(message.get("op"))) != "heartbeat":
-        view.on_op(op)
 
 
 class Panel(ABC):

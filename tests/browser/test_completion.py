@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.browser.completion import ask_until, type_at_end
+from tests.support.completion import ask_until, type_at_end
 
 if TYPE_CHECKING:
     from tests.support.browser.lab_page import LabPage

@@ -43,10 +43,12 @@ _ = inside.lens(model, seen, letters.__getitem__)"""
 VIEW = 3
 
 
-def _picture(view: Locator, name: str) -> None:
-    """Where a person wants to look at it."""
+def _pictures(page: LabPage, view: Locator, name: str) -> None:
+    """In both themes, where a person wants to look at it."""
     if folder := os.environ.get("AXON_NB_SCREENSHOTS"):
-        view.screenshot(path=f"{folder}/{name}.png")
+        for theme in ("dark", "light"):
+            page.set_theme(dark=theme == "dark")
+            view.screenshot(path=f"{folder}/{name}-{theme}.png")
 
 
 def test_recording_is_drawn_redrawn_and_saved(lab: LabServer, page: LabPage) -> None:
@@ -63,14 +65,12 @@ def test_recording_is_drawn_redrawn_and_saved(lab: LabServer, page: LabPage) -> 
     assert "logit lens" not in view.inner_text()
     page.run_and_wait(4)
     page.wait_text(VIEW, "logit lens")
-    for dark in (True, False):
-        page.set_theme(dark=dark)
-        _picture(view, f"inside-{'dark' if dark else 'light'}")
+    _pictures(page, view, "inside")
     page.run_and_wait(5)
     words = view.locator("th[title='position 9']")
     page.wait_until("(title) => document.querySelectorAll(`th[title='${title}']`).length === 2", "position 9")
     assert words.first.inner_text() in LETTERS, "of what was generated"
-    _picture(view, "inside-generated")
+    _pictures(page, view, "inside-generated")
     page.run_and_wait(6)
     shown = view.inner_text()
     saved = page.save()
@@ -82,8 +82,6 @@ def test_recording_is_drawn_redrawn_and_saved(lab: LabServer, page: LabPage) -> 
     assert page.output(0).inner_text() == shown, "the saved picture is the last one"
     is_sharp = "(all) => all.every((image) => image.naturalWidth === image.width && image.width >= 64)"
     assert page.output(0).locator("img[alt^='attention of head']").evaluate_all(is_sharp), "no browser smooths maps"
-    for dark in (True, False):
-        page.set_theme(dark=dark)
-        _picture(page.output(0), f"inside-saved-{'dark' if dark else 'light'}")
+    _pictures(page, page.output(0), "inside-saved")
     # The widget's model is gone with its kernel; Lab says so in the console.
     page.errors.clear()

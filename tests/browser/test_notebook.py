@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.browser.conftest import WINDOW
-from tests.support.browser.completion import ask_until
+from tests.support.completion import ask_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -19,7 +19,7 @@ from axon_nb.widgets.reports import difference_html, variables_html
 from axon_nb.widgets.timeline.page import timeline_bundle
 from tests.support.browser.lab_server import LIMIT
 from tests.support.records.saved_views import VIEWS
-from tests.support.records.straggling import straggling_spans
+from tests.support.records.steps import straggling_spans
 
 if TYPE_CHECKING:
     from pathlib import Path

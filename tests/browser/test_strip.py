@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.browser.reloads import reload_until_shown
+from tests.support.browser.notebook_page import reload_until_shown
 
 if TYPE_CHECKING:
     from tests.support.browser.lab_page import LabPage

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.output_lines import by_rank
+from tests.support.cell_output import by_rank
 from tests.support.processes import until
 from tests.support.script import Script, run_script
 

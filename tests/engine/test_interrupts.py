@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from axon_nb.engine.kernel.interrupts import InterruptHandler
+from tests.support.cell_output import by_rank
 from tests.support.kernel import Kernel
-from tests.support.output_lines import by_rank
 
 LIMIT = 60.0
 """Seconds within which an interrupted cell must be over."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cell_output import by_rank
 from tests.support.kernel import Kernel
-from tests.support.output_lines import by_rank
 from tests.support.processes import until
 
 PREPARE = """%%distributed

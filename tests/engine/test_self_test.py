@@ -1,4 +1,4 @@
-"""The self-test of a rank, and the hooks that it tries."""
+"""The self-test of a rank, the hooks that it tries, and what the installed torch computes wrong without an error."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import axon_nb
+from axon_nb import wrong_numbers
 from axon_nb.engine import bootstrap
 from axon_nb.engine.self_test import catalog as self_test_hooks
 from axon_nb.engine.self_test import runner, verdict
@@ -30,6 +31,9 @@ from axon_nb.engine.self_test.catalog import CHECKS, failed, is_timeout, passed
 from axon_nb.records import hooks
 from axon_nb.records.hooks import TESTED, Capability, install_command
 from axon_nb.torch_api import torch_api
+from axon_nb.wrong_numbers import Fault, faults, faults_of, note
+from scripts import versions
+from scripts import wrong_numbers as reproductions
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -393,3 +397,43 @@ def _nodes(kind: type[Any]) -> list[tuple[Path, Any]]:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, kind)
     ]
+
+
+def test_list_agrees_with_the_installed_torch() -> None:
+    listed = {one.name for one in faults_of(torch.__version__) if not one.gpus}
+    found = {name for name, wrong in reproductions.reproduce().items() if wrong}
+    assert found == listed, "run `make versions`, which updates axon_nb/wrong_numbers.toml"
+    assert {one.name for one in faults() if not one.gpus} == set(reproductions.REPRODUCTIONS)
+
+
+def test_entry_ends_with_the_first_version_that_is_right() -> None:
+    fault = Fault("name", "what", "Do that.", "https://example.org", wrong=("2.12", "2.13"), right=("2.14",))
+    assert [fault.is_in(version) for version in ("2.11.0", "2.13.2+cpu", "2.14.0", "2.16.0.dev1", "?")] == [
+        *(True, True, False, False, False)
+    ]
+
+
+def test_run_of_a_version_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "list.toml"
+    copy.write_text(wrong_numbers.DATA.read_text())
+    for module in (wrong_numbers, reproductions):
+        monkeypatch.setattr(module, "DATA", copy)
+    monkeypatch.setattr(reproductions, "RELEASE", "2.99")
+    reproductions.record({"max_of_nan": False, "bool_sum": True})
+    after = {one.name: (one.wrong[-1], one.right[-1:]) for one in faults()}
+    assert after["max_of_nan"] == (after["memory_layout"][0], ("2.99",))
+    assert after["bool_sum"] == ("2.99", ())
+    names = {one.name for one in faults_of("2.99.1")}
+    assert "bool_sum" in names
+    assert "max_of_nan" not in names
+
+
+def test_page_has_the_list() -> None:
+    assert versions.PAGE.read_text() == versions.page()
+
+
+def test_start_counts_only_what_cells_can_meet() -> None:
+    corrected = {one.name for one in faults() if one.is_corrected}
+    assert corrected == {"bool_sum", "first_state_dict", "max_of_nan", "memory_layout"}
+    assert corrected < {one.name for one in faults_of("2.15.0", "gloo")}
+    assert note("2.15.0", "gloo").startswith("torch 2.15.0 computes 1 thing wrong")

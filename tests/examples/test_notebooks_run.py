@@ -16,7 +16,7 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
-from tests.support.output_lines import by_rank
+from tests.support.cell_output import by_rank
 
 pytestmark = pytest.mark.timeout(900)
 

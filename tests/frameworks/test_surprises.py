@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.support.kernel import Kernel
 
@@ -554,11 +555,16 @@ HuggingFaceStorageWriter(folder)""",
 }
 
 
+RIGHT_FROM = {"ranks that any() counts": "2.14"}
+"""From which torch on there is nothing to say."""
+
+
 @pytest.mark.parametrize("name", SAID)
 def test_one_sentence_says_so(gloo: Kernel, name: str) -> None:
     code, sentence, silent = SAID[name]
     reply = gloo.ok(f"%%distributed\n{code}")
-    assert sentence in reply.shown(), reply.shown()
+    is_wrong = name not in RIGHT_FROM or torch.__version__ < RIGHT_FROM[name]
+    assert (sentence in reply.shown()) == is_wrong, reply.shown()
     assert reply.shown().count(sentence) <= 2, "once in each cell and rank"
     reply = gloo.ok(f"%%distributed\n{silent}")
     assert "axon_nb:" not in reply.shown()

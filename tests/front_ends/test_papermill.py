@@ -10,7 +10,7 @@ import nbformat
 import pytest
 
 from tests.support.browser.lab_server import PYTHON_3
-from tests.support.output_lines import by_rank
+from tests.support.cell_output import by_rank
 
 pytest.importorskip("papermill", reason="needs papermill: pip install papermill")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.front_ends.terminal import Terminal
-from tests.support.output_lines import by_rank
+from tests.support.cell_output import by_rank
 from tests.support.processes import until
 
 

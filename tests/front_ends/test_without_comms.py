@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.cell_output import by_rank
 from tests.support.kernel import Kernel, Reply
-from tests.support.output_lines import by_rank
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 MODEL = "%%distributed\nmodel = torch.nn.Linear(8, 4)\noptimizer = torch.optim.AdamW(model.parameters())"

@@ -1,4 +1,4 @@
-"""The agent forks ranks from what it has imported, and reports how each of them ends."""
+"""The agent forks ranks from what it has imported, when one is to be forked, and reports how each ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ import pytest
 
 from axon_nb.errors import StartError
 from axon_nb.host.children import LastOutput
-from axon_nb.host.client import AgentClient
+from axon_nb.host.client import AgentClient, spawn_agent
+from axon_nb.host.run_dir import RunDir
 from axon_nb.records.protocol.agent import AgentEvent, GetInfo, Signal
 from tests.host.conftest import MakeAgent
 from tests.support.agents import ENTRY, ROOT, RawPeer, Served, fork_request
@@ -272,3 +273,22 @@ def test_agent_that_stays_suspended_is_killed_with_its_children(make_agent: Make
     finally:
         over.set()
         thread.join()
+
+
+def _has_torch(served: Served) -> bool:
+    return any("libtorch" in one.path for one in served.process.memory_maps())
+
+
+def test_torch_is_imported_for_the_first_rank() -> None:
+    run_dir = RunDir.create()
+    pid = spawn_agent(run_dir, controller=[], entry=ENTRY, imports_later=True)
+    client = AgentClient(run_dir, owner="the tests", agent_pid=pid)
+    served = Served(run_dir, client, psutil.Process(pid), queue.SimpleQueue())
+    try:
+        assert not client.call(GetInfo()).ready  # others import torch before they answer
+        assert not _has_torch(served)
+        rank, rank_pid = served.fork("wait")
+        assert client.call(GetInfo()).ranks == {rank: rank_pid}
+        assert _has_torch(served)
+    finally:
+        served.end()

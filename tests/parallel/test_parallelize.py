@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
 from axon_nb.comm import TensorError, World
@@ -95,6 +94,8 @@ def assert_same(found: Any, expected: Any, tolerance: float) -> None:
 
 
 def test_step_sends_only_required_bytes(process_worlds: Any) -> None:
+    from torch.distributed.tensor.debug import CommDebugMode  # imports torch._inductor, for seconds
+
     def work(world: World) -> Any:
         counts = []
         for kind in ("auto", "sequence and loss"):
@@ -222,6 +223,7 @@ def test_invalid_plans_raise(two: Any) -> None:
             (tied(), {"0": "column"}, {}),
             (sharded(), {"0": "row"}, {}),
             (MLP(), "best", {}),
+            (MLP(), make_mesh(tp=2, device="cpu"), {}),
         ):
             with pytest.raises(UsageError) as caught:
                 parallelize(model, plan, **options)
@@ -244,7 +246,8 @@ def test_invalid_plans_raise(two: Any) -> None:
         assert reported[8].startswith("0 shares a parameter with another module")
         assert reported[9].startswith("0.weight is a DTensor; call parallelize first")
         assert reported[10].startswith("plan must be 'auto' or map patterns")
-        assert reported[11].startswith("sequence parallelism needs shape (…, positions, features)")
+        assert reported[11].endswith(" Name the mesh: `mesh=…`.")
+        assert reported[12].startswith("sequence parallelism needs shape (…, positions, features)")
 
 
 def test_parallel_cross_entropy_equals_torchs(world: Any) -> None:

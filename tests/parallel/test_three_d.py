@@ -14,6 +14,7 @@ from axon_nb.comm import World
 from axon_nb.errors import UsageError
 from axon_nb.parallel import Parallel3D, coordinates, make_mesh
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
+from axon_nb.records import spans as trace
 from tests.parallel.conftest import make
 
 CONFIG = GPTConfig(context=8, hidden=16, heads=2, blocks=5)
@@ -133,6 +134,34 @@ def test_gradients_add_up_and_batches_may_change(four: Any) -> None:
     for gradients in four.run(work):
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("four", ["ranks-4"], indirect=True)
+def test_gathered_and_freed_parameters_and_reduced_gradients_are_recorded(four: Any, schedule: str) -> None:
+    def work(world: World) -> Any:
+        mesh = make_mesh(pp=2, dp=2, device="cpu")
+        model = Parallel3D(build(), mesh, num_microbatches=4, schedule=schedule, loss=next_byte_loss)
+        for step in range(2):
+            position = trace.ring.position
+            model.step(*map(model.local_batch, data(step)))
+        spans = [span for span in trace.ring.since(position)[0] if span.stage >= 0 and span.kind != "p2p"]
+        assert {span.rank for span in spans} == {world.rank()}
+        stages = model.pipeline.stage_indices
+        return {stage: [span.name for span in spans if span.stage == stage] for stage in stages}
+
+    for stages in four.run(work):
+        assert len(stages) == (1 if schedule == "1F1B" else 2)
+        for names in stages.values():
+            computed = [name for name in names if len(name) == 1]
+            assert sorted(computed) == ["B"] * 4 + ["F"] * 4
+            if schedule == "1F1B":  # torch gathers in the first forward, and has no actions for it
+                assert names == [*computed, "REDUCE_GRAD"]
+            else:
+                assert names[:2] == ["UNSHARD", "F"]
+                assert {"REDUCE_GRAD", "UNSHARD"} <= set(names) - {"RESHARD", "WAIT_REDUCE_GRAD"} - set(computed)
+                assert names.count("REDUCE_GRAD") == 1
+                assert names[-1] not in computed
 
 
 @pytest.mark.parametrize("four", ["mock-4", pytest.param("ranks-4", marks=pytest.mark.slow)], indirect=True)

@@ -1,9 +1,15 @@
-"""Planned communication: exactly what mock ranks do, and what the published formulas say."""
+"""Planned communication and operations: what mock ranks do, what formulas say, and what functions cost in forks."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import signal
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +21,9 @@ from axon_nb import plan
 from axon_nb.comm import World
 from axon_nb.errors import NoClusterError, UsageError
 from axon_nb.parallel.models import GPT, GPTConfig
+from axon_nb.plan.process import fork_map, run_in_process
+from axon_nb.plan.tracing.subject import ModelSource
+from axon_nb.plan.tracing.trace import trace_model
 from axon_nb.plan.traffic.parallelism import fill_buckets
 from axon_nb.plan.traffic.plan import count_calls
 from tests.plan.recording import begin, calls_of, recording
@@ -208,3 +217,165 @@ def test_unplannable_models_raise() -> None:
         plan.communication(3, 2)
     with pytest.raises(NoClusterError):
         plan.communication("gpt", 2)
+
+
+CONFIG = GPTConfig(vocab=96, context=32, hidden=64, heads=4, blocks=3)
+
+
+def test_small_model_is_bound_by_launch_time() -> None:
+    small = GPTConfig(vocab=256, context=64, hidden=64, heads=4, blocks=4)
+    found = plan.step_time(small, 1, rates="h100")
+    trace = trace_model(ModelSource(small), optimizer=torch.optim.AdamW)
+    ops = sum(trace.total(phase).ops for phase in ("forward", "backward", "optimizer"))
+    assert found.total_s == pytest.approx(ops * 5e-6, rel=0.01)
+    assert "the host issues an operation in 5 us (assumed)" in str(found)
+    graphs = plan.step_time(small, 1, rates="h100", cuda_graphs=True)
+    assert graphs.total_s < 0.1 * found.total_s
+    assert all(seconds >= 5e-6 for part, seconds in graphs.parts.items() if part.startswith("compute"))
+    assert "one CUDA graph per phase" in str(graphs)
+    slow = plan.Rates(1e12, 1e12, launch_s=1e-3)
+    saved = (
+        plan.step_time(small, 1, rates=slow).total_s - plan.step_time(small, 1, rates=slow, cuda_graphs=True).total_s
+    )
+    assert saved == pytest.approx((ops - 3) * 1e-3)
+    assert plan.step_time(small, 1, rates="h100", compiled=True).total_s < 0.7 * found.total_s
+    large = GPTConfig(vocab=32_000, context=2048, hidden=4096, heads=32, blocks=2)
+    free = dataclasses.replace(plan.GPUS["h100"], issue_s=0)
+    times = [plan.step_time(large, 1, batch=4, rates=rates).parts["compute, backward"] for rates in ("h100", free)]
+    assert times[0] == times[1]
+
+
+def test_grouped_products_count_as_products() -> None:
+    rows, wide, deep, groups = 24, 16, 32, 3
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(groups, wide, deep, dtype=torch.bfloat16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            ends = torch.tensor([8, 16, 24], dtype=torch.int32)
+            return torch.nn.functional.grouped_mm(x * 1, self.weight, offs=ends)
+
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.zeros(rows, wide, dtype=dtype, requires_grad=True)
+        trace = trace_model(ModelSource(lambda dtype=dtype: Experts().to(dtype), x))
+        assert trace.total("forward").flops == 2 * rows * wide * deep
+        assert trace.total("backward").flops == 2 * 2 * rows * wide * deep
+
+
+def test_metadata_queries_and_allocations_are_free() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert not torch.ops.aten.is_pinned(x)
+            torch.empty_like(x)
+            return x.view(-1) if x.device.type == "cpu" else x
+
+    x = torch.zeros(8, 4, requires_grad=True)
+    trace = trace_model(ModelSource(Asks, x, loss=lambda y: y.sum()))
+    work = trace.total("forward")
+    assert work.ops == 1  # the sum
+    assert work.bytes == 8 * 4 * 4 + 4
+
+
+def test_operations_of_unknown_flops_are_reported() -> None:
+    class Solver(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.solve(self.weight, x)
+
+    found = plan.step_time(Solver, 1, inputs=torch.zeros(32, 4), rates=plan.Rates(1e12, 1e12))
+    assert "only the bytes of aten._linalg_solve_ex" in str(found)
+    assert "only the bytes" not in str(plan.step_time(CONFIG, 1, rates=plan.Rates(1e12, 1e12)))
+
+
+def several(task: Any, report: Any) -> dict[str, Any]:
+    """Run in a process without threads, like plans."""
+    here = os.getpid()
+
+    def dies() -> int:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 7
+
+    def refuses() -> int:
+        raise UsageError("no")
+
+    def nested() -> list[int]:
+        return fork_map([os.getpid, os.getpid])
+
+    found: dict[str, Any] = {"squares": fork_map([partial(pow, number, 2) for number in range(5)])}
+    found["died"] = fork_map([dies, partial(int, 1)])
+    found["nested"] = [len(set(numbers)) for numbers in fork_map([nested, nested])]
+    for name, calls in {"first": [refuses, partial(int, 1)], "last": [partial(int, 1), refuses]}.items():
+        try:
+            fork_map(calls)
+        except UsageError as error:
+            found[name] = str(error)
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        found["left"] = 0
+    return found
+
+
+def test_all_calls_return_and_no_process_remains() -> None:
+    found = run_in_process(several, cloudpickle.dumps(None))
+    assert found == {
+        "squares": [0, 1, 4, 9, 16],
+        "died": [7, 1],
+        "nested": [1, 1],
+        "first": "no",
+        "last": "no",
+        "left": 0,
+    }
+
+
+def forks_that_die(task: Any, report: Any) -> dict[str, Any]:
+    """Run in a process without threads: a function whose first fork dies, then one whose forks all die."""
+    here, first = os.getpid(), Path(task)
+
+    def dies_once() -> float:
+        if not first.exists():
+            first.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return backward()
+
+    def dies() -> float:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return backward()
+
+    return {
+        "once": fork_map([dies_once, backward]),
+        "forked": here not in fork_map([os.getpid, os.getpid]),
+        "always": fork_map([dies, backward]),
+        "later": fork_map([backward, backward]),
+    }
+
+
+def test_plans_continue_after_killed_forks(tmp_path: Path) -> None:
+    """Also with CUDA builds of torch, whose forks refuse a backward once this process has made one."""
+    found = run_in_process(forks_that_die, cloudpickle.dumps(str(tmp_path / "first")))
+    assert found == {"once": [6.0, 6.0], "forked": True, "always": [6.0, 6.0], "later": [6.0, 6.0]}
+
+
+def backward() -> float:
+    """Compute a gradient; with CUDA builds of torch, later forks of the same process cannot compute another."""
+    x = torch.ones(2, requires_grad=True)
+    (x * 3).sum().backward()
+    assert x.grad is not None
+    return float(x.grad.sum())
+
+
+def sequential_forks(task: Any, report: Any) -> list[list[float]]:
+    """Run in a process without threads: one backward, then several at once."""
+    return [fork_map([backward]), fork_map([backward, backward]), fork_map([])]
+
+
+def test_single_backward_does_not_break_later_ones() -> None:
+    found = run_in_process(sequential_forks, cloudpickle.dumps(None))
+    assert found == [[6.0], [6.0, 6.0], []]

@@ -11,8 +11,10 @@ from torch import nn
 
 from axon_nb import plan
 from axon_nb.errors import UsageError
-from axon_nb.parallel.models import GPTConfig
+from axon_nb.parallel import Muon
+from axon_nb.parallel.models import GPT, GPTConfig
 from axon_nb.plan.hardware import Rates
+from axon_nb.plan.tracing.operations import OpCounter
 from axon_nb.plan.tracing.subject import ModelSource, owner
 from axon_nb.plan.tracing.trace import trace_model
 
@@ -110,6 +112,31 @@ def test_sharding_divides_the_optimizer_step_and_tp_the_blocks() -> None:
     cut = plan.step_time(CONFIG, mesh={"tp": 2}, batch=BATCH, rates=1e9, links=link, optimizer=None)
     assert cut.flops == pytest.approx(sum(flops_of(CONFIG, BATCH)) / 2)
     assert cut.total_s < one.total_s
+
+
+def test_muon_works_as_its_real_step_does() -> None:
+    model = GPT(CONFIG)
+    matrices = [parameter for name, parameter in model.named_parameters() if "block" in name and parameter.ndim == 2]
+    for parameter in matrices:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = Muon(matrices)
+    optimizer.step()
+    with OpCounter(model) as counted:
+        counted.phase = "optimizer"
+        optimizer.step()
+    work = counted.by_phase["optimizer"][""]
+
+    def seconds(ranks: int, optimizer: str, rates: Rates, strategy: str = "full_shard") -> float:
+        options: Any = {"batch": BATCH, "strategy": strategy, "links": plan.Link("free", 0.0, 1e18)}
+        return plan.step_time(CONFIG, ranks, optimizer=optimizer, rates=rates, **options).parts["compute, optimizer"]
+
+    products, moved = Rates(1e9), Rates(1e30, bytes_per_s=1e9)
+    assert seconds(1, "Muon", products) == pytest.approx(work.flops / 1e9)
+    assert seconds(2, "Muon", products) == pytest.approx(work.flops / 2e9), "each rank has half of the matrices"
+    assert seconds(2, "Muon", products, "ddp") == pytest.approx(work.flops / 1e9), "replicas have all"
+    rest = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in matrices)
+    of_rest = seconds(1, "AdamW", moved) * rest / sum(p.numel() for p in model.parameters())
+    assert seconds(1, "Muon", moved) == pytest.approx(work.bytes / 1e9 + of_rest, rel=1e-3)
 
 
 def test_pipeline_has_a_bubble() -> None:

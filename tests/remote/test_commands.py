@@ -1,4 +1,4 @@
-"""`axon-nb status`, `run` and so on: on a live cluster of another program, also while a cell runs there."""
+"""`axon-nb status`, `run` and so on, on a live cluster of another program; replies of tools are cut to a size."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from axon_nb.records.commands import ErrorCode
 from axon_nb.remote.commands import REMOTE_COMMANDS
+from axon_nb.remote.tools import within
 from tests.doctor.command import ROOT, axon_nb
 from tests.remote.conftest import Owner
 
@@ -126,3 +127,31 @@ def test_no_cluster_is_an_error(tmp_path: Path) -> None:
 def test_help_names_the_exit_statuses(word: str) -> None:
     for code in ErrorCode:
         assert f"{code.exit_status} " in REMOTE_COMMANDS[word].description
+
+
+LARGE = {
+    "verdict": "Waiting for rank 1",
+    "ranks": [{"rank": rank, "state": "waiting in all_reduce " * 5} for rank in range(1024)],
+    "text": "\n".join(f"line {number}" for number in range(5000)),
+}
+
+
+def test_small_reply_stays_as_it_is() -> None:
+    assert within({"verdict": "x"}, 500) == {"verdict": "x"}
+
+
+@pytest.mark.parametrize("characters", [500, 2000, 8000, 50_000])
+def test_large_reply_is_cut_and_says_so(characters: int) -> None:
+    cut = within(LARGE, characters)
+    assert len(json.dumps(cut)) <= characters
+    assert cut["cut"] is True
+    assert cut["verdict"] == LARGE["verdict"]
+    assert cut["ranks"][0]["rank"] == 0
+    assert cut["text"].endswith("line 4999"), "the end of a text says more than its start"
+
+
+def test_reply_of_many_parts_names_them() -> None:
+    assert within({f"key{number}": "x" * 100 for number in range(8)}, 200) == {
+        "cut": True,
+        "keys": [f"key{number}" for number in range(8)],
+    }

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from axon_nb.remote.tools import TOOLS, WRITING
 from tests.doctor.command import ROOT
 from tests.remote.conftest import Owner
 
-mcp = pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
+pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the extra `mcp` is not installed")
 
 Ask = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -26,6 +27,8 @@ Ask = Callable[..., Awaitable[dict[str, Any]]]
 async def tools(folder: Path, *options: str) -> AsyncIterator[Ask]:
     """A server and a client of it; the function calls a tool and returns its reply."""
     environment = {**os.environ, "AXON_NB_RUNTIME_DIR": str(folder), "PYTHONPATH": str(ROOT)}
+    import mcp  # for a second: only the worker that runs these tests needs it
+
     command = mcp.StdioServerParameters(
         command=sys.executable, args=["-m", "axon_nb.cli", "mcp", *options], env=environment
     )

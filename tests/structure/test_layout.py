@@ -8,12 +8,11 @@ import json
 import statistics
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
-from scripts.room_sizes import BUDGETS, lines_of_code, sizes
+from scripts.room_sizes import lines_of_code
 from tests.structure.conftest import source_files, syntax
 from tests.support.node import node as run_node
 
@@ -174,15 +173,6 @@ def test_constants_stand_above_the_first_function(package_files: list[Path], roo
 )
 def test_misplaced_constants_are_found(source: str, expected: list[str]) -> None:
     assert misplaced_constants(ast.parse(source)) == expected
-
-
-def test_no_room_is_above_its_budget() -> None:
-    budgets = tomllib.loads(BUDGETS.read_text(encoding="utf-8"))
-    above = {room: (count, budgets.get(room, 0)) for room, count in sizes().items() if count > budgets.get(room, 0)}
-    assert not above, (
-        f"more lines of code than the budget, by room: {above}. Make it with fewer, or raise the budget with "
-        "`python -m scripts.room_sizes --update` in a commit that says for what."
-    )
 
 
 def test_lines_without_code_do_not_count() -> None:

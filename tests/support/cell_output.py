@@ -1,4 +1,4 @@
-"""A cell's output with a clock that the test moves, and the screen that a front end would show."""
+"""A cell's output with a clock that the test moves, its screen, and what each rank has said of labelled output."""
 
 from __future__ import annotations
 
@@ -88,3 +88,19 @@ def ranks_of(line: str) -> tuple[list[int], str]:
         low, _, high = part.partition("-")
         ranks += range(int(low), int(high or low) + 1)
     return ranks, rest
+
+
+def by_rank(text: str) -> dict[int, list[str]]:
+    """The lines of each rank in their order, of text such as ``[ranks 0-1] hello``; lines without a label are left out.
+
+    Whether equal lines of several ranks share one label, and which rank's lines come first, depends on how quick the
+    ranks are; what each of them has said does not.
+    """
+    said: dict[int, list[str]] = {}
+    for line in text.splitlines():
+        if not line.startswith(("[rank ", "[ranks ")) or "] " not in line:
+            continue
+        ranks, words = ranks_of(line)
+        for rank in ranks:
+            said.setdefault(rank, []).append(words)
+    return said

@@ -37,7 +37,7 @@ from axon_nb.records.environment import JOIN_KEY, SLURM_JOB, SLURM_NODE
 from axon_nb.records.protocol.agent import GetInfo, ServeHosts
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.launch.program import SchedulerOption, SchedulerProgram
+    from axon_nb.cluster.launch.schedulers import SchedulerOption, SchedulerProgram
 
 SCHEDULERS = ("ray", "k8s")
 _USES = "join, join:2, ssh:a,b, slurm, slurm:JOB, mpi:a,b, ray, ray:ADDRESS, k8s or k8s:NAMESPACE=RANKS"
@@ -154,10 +154,10 @@ def parse_scheduler(text: str) -> SchedulerOption:
         UsageError: a value is none that is possible, or the scheduler's client is missing.
     """
     if text.partition(":")[0] == "ray":
-        from axon_nb.cluster.launch.ray import RayOption
+        from axon_nb.cluster.launch.schedulers import RayOption
 
         return RayOption.parse(text)
-    from axon_nb.cluster.launch.k8s import K8sOption
+    from axon_nb.cluster.launch.schedulers import K8sOption
 
     return K8sOption.parse(text)
 

@@ -27,13 +27,8 @@ from axon_nb.comm.shared_memory.segment.pages import GroupLeftError
 from axon_nb.comm.shared_memory.work import SharedWork
 from axon_nb.comm.torch_group import PythonProcessGroup, stage_on_host
 from axon_nb.engine.frames import describe_awaited_call, group_operations
+from axon_nb.engine.groups import gloo
 from axon_nb.engine.groups.abort import AbortedError, BrokenGroupError
-from axon_nb.engine.groups.gloo import (
-    MonitoredBarrier,
-    ReduceScatterWork,
-    close_connections,
-    reduce_scatter_via_all_reduce,
-)
 from axon_nb.engine.groups.state import Call, GroupsState, payload_bytes, peer_of
 from axon_nb.engine.groups.store import rendezvous
 from axon_nb.errors import UsageError
@@ -419,13 +414,13 @@ class RecoverableGroup(PythonProcessGroup):
         """End all waits in this group on this rank, from any thread."""
         self.connection_closer()()
 
-    abort = close_connections
+    abort = gloo.close_connections
 
     def connection_closer(self) -> Callable[[], None]:
         """Return a function that closes the current connections; called late, it spares those of a rebuild."""
         if self.memory is not None:
             return self.memory.abort
-        return functools.partial(close_connections, self._inner._get_backend(_CPU))
+        return functools.partial(gloo.close_connections, self._inner._get_backend(_CPU))
 
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Start one operation on the inner group."""
@@ -458,14 +453,14 @@ class RecoverableGroup(PythonProcessGroup):
             call.refusal = refusal
             _count_change(name, args, self._own_rank)
             exact = args
-            if self.memory is not None and operation is not MonitoredBarrier:
+            if self.memory is not None and operation is not gloo.MonitoredBarrier:
                 work, sliced = getattr(self.memory, name)(*args, **kwargs), True
             else:
                 from axon_nb.engine.groups.gloo_arguments import exact_arguments  # not on ranks with shared memory
 
                 exact, finished = exact_arguments(name, args, finished, rank=self._own_rank)
                 work = operation(self._inner, *exact, **kwargs)
-                sliced = name in _SLICED or type(work) is ReduceScatterWork
+                sliced = name in _SLICED or type(work) is gloo.ReduceScatterWork
         except BaseException as error:
             self.retract(call, sequence)
             if reason := _lost_peer(error):
@@ -507,7 +502,7 @@ class RecoverableGroup(PythonProcessGroup):
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
         """Behave like torch's; an abort ends the wait."""
-        return self.run("monitored_barrier", MonitoredBarrier, args, kwargs).wait()
+        return self.run("monitored_barrier", gloo.MonitoredBarrier, args, kwargs).wait()
 
     def shutdown(self) -> None:
         """End the threads of a group over shared memory."""
@@ -577,7 +572,7 @@ def _lost_peer(error: BaseException) -> str:
 def _wrapped(name: str) -> Callable[..., Any]:
     operation = getattr(dist.ProcessGroup, name)
     if name in _SCATTERING:
-        operation = reduce_scatter_via_all_reduce(operation)
+        operation = gloo.reduce_scatter_via_all_reduce(operation)
 
     def call(self: RecoverableGroup, *args: Any, **kwargs: Any) -> Any:
         return self.run(name, operation, args, kwargs)

@@ -42,40 +42,30 @@ _DTYPE_AT, _REDUCE_AT, _ROOT_AT, NAME_AT = 34, 41, 45, 56
 REDUCTIONS, ROOTS = 0xF << _REDUCE_AT, 0x7FF << _ROOT_AT
 _REDUCE_NAMES = list(dist.ReduceOp.RedOpType.__members__)
 _KNOWN_REDUCTIONS = list(dist.ReduceOp.RedOpType.__members__.values())
-_REDUCED = {
-    "_reduce_scatter_base": _OUTPUT,
-    "allreduce": _OUTPUT,
-    "allreduce_coalesced": _OUTPUT,
-    "reduce": _OUTPUT,
-    "reduce_scatter": _OUTPUT,
-    "reduce_scatter_single": _OUTPUT,
-    "reduce_scatter_single_coalesced": _OUTPUT,
-    "reduce_scatter_tensor_coalesced": _OUTPUT,
-}
-_COPIED = {
-    "_allgather_base": _INPUT,
-    "all_gather_single": _INPUT,
-    "all_gather_single_coalesced": _INPUT,
-    "allgather": _INPUT,
-    "allgather_into_tensor_coalesced": _INPUT,
-    "broadcast": _OUTPUT,
-    "gather": _INPUT,
-    "scatter": _OUTPUT,
+_REDUCED = (
+    "_reduce_scatter_base", "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced",
+)  # fmt: skip
+_GATHERED = (
+    "_allgather_base", "all_gather_single", "all_gather_single_coalesced", "allgather",
+    "allgather_into_tensor_coalesced", "gather",
+)  # fmt: skip
+_POSITIONS = {
+    **dict.fromkeys((*_REDUCED, "broadcast", "scatter"), _OUTPUT),
+    **dict.fromkeys((*_GATHERED, "all_to_all_single", "alltoall_base"), _INPUT),
 }
 _ROOTED = frozenset({"broadcast", "gather", "reduce", "scatter"})
 _BY_FSDP = frozenset(
     {"_allgather_base", "_reduce_scatter_base", "all_gather_single", "allgather", "reduce_scatter_single"}
 )
 """Operations that have the number of FSDP's module in the place of the root."""
-_CODES = {
-    name: code for code, name in enumerate(sorted({*_REDUCED, *_COPIED, "all_to_all_single", "alltoall_base"}), 1)
-}
+_CODES = {name: code for code, name in enumerate(sorted(_POSITIONS), 1)}
 CALL_NAMES = {code: PUBLIC_NAMES.get(name, name) for name, code in _CODES.items()}
 SPLIT_CALLS = {name: _CODES[name] << NAME_AT for name in ("all_to_all_single", "alltoall_base")}
 """Operations that may have splits, and the entry of one whose sizes are compared pair by pair."""
 _COMPARED = {
     name: (position, _CODES[name] << NAME_AT, name in _REDUCED, name in _ROOTED)
-    for name, position in [*_REDUCED.items(), *_COPIED.items(), *((name, _INPUT) for name in SPLIT_CALLS)]
+    for name, position in _POSITIONS.items()
 }
 """By operation: position of the argument, shifted code, whether the dtype counts, and whether the root does."""
 _RING = 8

@@ -310,7 +310,7 @@ class Views:
             protocol.LayoutsRequest: with_cost(self._report_layouts),
             protocol.MemoryRequest: with_cost(lambda request: self._memory.report(request.names)),
             protocol.PlanRequest: self._report_plan,
-            protocol.SpansRequest: self._report_spans,
+            protocol.SpansRequest: lambda request: self._spans.read(since=request.since, watch_s=request.watch),
         }
 
     def answer(self, request: Any) -> Any:
@@ -321,9 +321,6 @@ class Views:
         gradients = self.gradients if request.gradients else None
         space = self._session.kernel.shell.user_ns
         return layout_report(request.names, space, gradients=gradients, known=request.known)
-
-    def _report_spans(self, request: protocol.SpansRequest) -> protocol.SpansReply:
-        return self._spans.read(since=request.since, watch_s=request.watch)
 
     def _report_plan(self, request: protocol.PlanRequest) -> protocol.PlanReply:
         """Answer for the memory planner; `is_pending` while that is imported, or `refused`."""

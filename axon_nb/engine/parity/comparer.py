@@ -25,16 +25,7 @@ from axon_nb.engine.parity import batch as batches
 from axon_nb.engine.parity import recorder as recording
 from axon_nb.engine.session import current
 from axon_nb.errors import UsageError
-from axon_nb.records.training.digests import (
-    Bounds,
-    Comparison,
-    Digest,
-    Entry,
-    Observation,
-    Place,
-    allowed_error,
-    distance,
-)
+from axon_nb.records.training import digests
 
 _PLAIN, _OTHER_DRAWS, _PERTURBED = "plain", "other draws", "perturbed"
 _SEED = 64_121
@@ -61,15 +52,15 @@ class Reference:
 
     def __init__(
         self,
-        seen: Mapping[int, Sequence[Observation]],
-        places: Mapping[int, Place],
+        seen: Mapping[int, Sequence[digests.Observation]],
+        places: Mapping[int, digests.Place],
         prepare: Callable[[], tuple[Mapping[str, nn.Module], list[torch.Tensor]]],
         body: Callable[[], None],
         cuts: Callable[[Sequence[torch.Tensor], Callable[[torch.Tensor], None]], batches.Cuts],
     ) -> None:
         self._places, self._prepare, self._body, self._cuts = places, prepare, body, cuts
         self._projector = recording.Projector()
-        self._seen: dict[tuple[str, str, int], list[tuple[int, Observation]]] = defaultdict(list)
+        self._seen: dict[tuple[str, str, int], list[tuple[int, digests.Observation]]] = defaultdict(list)
         for rank, observations in seen.items():
             for one in observations:
                 self._seen[one.kind, one.name, one.index].append((rank, one))
@@ -79,16 +70,16 @@ class Reference:
         }
         self._coarse = spacings["output"] if spacings["output"] > spacings["start"] else 0.0
         """Spacing of what ranks compute in fewer bits than the weights have, as under autocast; 0: nothing is."""
-        self._digests: dict[str, dict[tuple[EntryKey, Bounds], Digest]] = defaultdict(dict)
-        self._entries: dict[EntryKey, Entry] = {}
-        self._alone: dict[tuple[str, int, int], Digest] = {}
+        self._digests: dict[str, dict[tuple[EntryKey, digests.Bounds], digests.Digest]] = defaultdict(dict)
+        self._entries: dict[EntryKey, digests.Entry] = {}
+        self._alone: dict[tuple[str, int, int], digests.Digest] = {}
         """What a BatchNorm computes from one rank's part of the batch, by name, call and rank."""
         self.unmatched: dict[str, None] = {}
         """Modules with shapes that do not fit."""
         self.random = ""
         """The first module whose values depend on random numbers."""
 
-    def run(self) -> list[Entry]:
+    def run(self) -> list[digests.Entry]:
         """Run the reference, and return what it computed beside what the ranks did."""
         self._run(_PLAIN)
         self._run(_OTHER_DRAWS)
@@ -178,24 +169,24 @@ class Reference:
             return
         for bounds, rank in {part: rank for rank, part in entry.parts.items()}.items():
             part = gradient[tuple(slice(*bound) for bound in bounds)]
-            size = allowed_error(entry, rank) / max(1, part.numel()) ** 0.5
+            size = digests.allowed_error(entry, rank) / max(1, part.numel()) ** 0.5
             part += (part != 0) * (size if up else -size)
 
     def _note(
-        self, run: str, key: EntryKey, bounds: Bounds, rank: int, one: Observation, *, part: torch.Tensor,
-        module: nn.Module | None,
+        self, run: str, key: EntryKey, bounds: digests.Bounds, rank: int, one: digests.Observation, *,
+        part: torch.Tensor, module: nn.Module | None,
     ) -> None:  # fmt: skip
         digest = self._digests[run][key, bounds]
         if run != _PLAIN:
             if key in self._entries and run.startswith(_PERTURBED):
                 entry = self._entries[key]
                 entry.noise[rank] = max(
-                    entry.noise.get(rank, 0.0), distance(digest.projections, entry.reference[rank].projections)
+                    entry.noise.get(rank, 0.0), digests.distance(digest.projections, entry.reference[rank].projections)
                 )
             return
         rounded = self._coarse if key[0] == "gradient" else 0.0
         epsilon = max(recording.epsilon_of(part), one.epsilon, rounded)
-        entry = self._entries.get(key) or Entry(*key, type(module).__name__, epsilon, {}, {}, {}, {})
+        entry = self._entries.get(key) or digests.Entry(*key, type(module).__name__, epsilon, {}, {}, {}, {})
         self._entries[key] = entry
         entry.ranks[rank], entry.parts[rank], entry.reference[rank] = one.digest, bounds, digest
         kind, path, _, call = key
@@ -219,7 +210,7 @@ class Reference:
         return None
 
 
-def _bias_like(module: nn.Module | None, part: torch.Tensor, bounds: Bounds) -> torch.Tensor | None:
+def _bias_like(module: nn.Module | None, part: torch.Tensor, bounds: digests.Bounds) -> torch.Tensor | None:
     """Return a module's bias in the shape of a part of its output."""
     bias = getattr(module, "bias", None)
     if isinstance(bias, torch.Tensor) and bias.ndim == 1 and part.ndim and len(bias) >= bounds[-1][1]:
@@ -262,12 +253,12 @@ class Comparer:
     def __init__(self, code: str, plain: str, namespace: dict[str, Any]) -> None:
         self._code, self._plain, self._namespace = code, plain, namespace
         self._names = batches.mentioned_names(current().kernel.shell.transform_cell(code), namespace)
-        self._observations: list[Observation] = []
+        self._observations: list[digests.Observation] = []
         self._projector = recording.Projector()
         self._recorder: recording.Recorder | None = None
         self._written: list[str] = []
         self._writes = contextlib.ExitStack()
-        self._seen: dict[int, list[Observation]] = {}
+        self._seen: dict[int, list[digests.Observation]] = {}
         self._batch: batches.Batch
         self._parts: batches.Parts
         self._cuts: batches.Cuts
@@ -368,7 +359,7 @@ class Comparer:
         local, bounds = recording.local_part(tensor)
         digest = self._projector.digest(local)
         shape, epsilon = tuple(local.shape), recording.epsilon_of(local)
-        self._observations.append(Observation(kind, name, index, call, shape, digest, bounds, epsilon))
+        self._observations.append(digests.Observation(kind, name, index, call, shape, digest, bounds, epsilon))
 
     def close(self) -> None:
         """Stop observing."""
@@ -397,7 +388,7 @@ class Comparer:
                     f"The cell writes {written[0]}, which the reference would write again: move that to another cell."
                 )
 
-    def compare(self) -> Comparison:
+    def compare(self) -> digests.Comparison:
         """Run the reference on this rank, and return what differs; the state is then that of the reference."""
         if self.problem:
             return self._refused(self.problem)
@@ -431,7 +422,7 @@ class Comparer:
                 "`x, y = next(iter(loader))`, so that its parts can be joined."
             )
         batch, unmatched = tuple(self._joined_names()), tuple(reference.unmatched)
-        return Comparison(
+        return digests.Comparison(
             fitting,
             places,
             batch,
@@ -487,8 +478,8 @@ class Comparer:
 
         return batches.Cuts(self._namespace, visit, tensors, self._joined.calls, recut)
 
-    def _refused(self, problem: str) -> Comparison:
-        return Comparison([], {}, (), (), "", problem)
+    def _refused(self, problem: str) -> digests.Comparison:
+        return digests.Comparison([], {}, (), (), "", problem)
 
     def _become_one(self) -> tuple[Mapping[str, nn.Module], list[torch.Tensor]]:
         """Give this rank the state before the cell, the whole batch and the whole model."""
@@ -569,7 +560,7 @@ def end() -> None:
     _running().end()
 
 
-def compare() -> Comparison:
+def compare() -> digests.Comparison:
     """Run the reference on this rank, which has observed nothing since `end`."""
     comparer = _running()
     try:

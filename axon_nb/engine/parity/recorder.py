@@ -12,7 +12,7 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from axon_nb.records.training.digests import Bounds, Digest, Place
 _COUNT, _BLOCK = 16, 4096
 _SEED = 20506
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+Sink = Callable[..., torch.Tensor | None]
+"""Takes each tensor as it is computed, by kind, name and value, with `index`, `call` and `module`: the fields of
+`records.comparison.Observation`. Returns what replaces a gradient or an output, or None."""
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -118,25 +121,6 @@ def microbatches(shape: tuple[int, ...], whole: tuple[int, ...], place: Place) -
         return 1
     rows = whole[0] * place.length // place.total
     return rows // shape[0] if rows and rows % shape[0] == 0 else 1
-
-
-class Sink(Protocol):
-    """Takes each tensor as it is computed."""
-
-    def __call__(
-        self,
-        kind: str,
-        name: str,
-        tensor: torch.Tensor,
-        *,
-        index: int = 0,
-        call: int = 0,
-        module: nn.Module | None = None,
-    ) -> torch.Tensor | None:
-        """Take a tensor; the arguments are the fields of `records.comparison.Observation`.
-
-        Returns what replaces a gradient or an output, or None.
-        """
 
 
 def is_wrapped_once(module: nn.Module) -> bool:

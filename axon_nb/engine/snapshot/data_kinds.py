@@ -158,10 +158,6 @@ def _set_bytes(value: bytearray, saved: bytes) -> None:
         value[:] = saved
 
 
-def _save_array(value: array.array[Any]) -> array.array[Any]:
-    return value[:]
-
-
 def _set_array(value: array.array[Any], saved: array.array[Any]) -> None:
     if value.tobytes() != saved.tobytes():
         value[:] = saved
@@ -200,7 +196,7 @@ ITEMS: dict[type, Kind] = {
     frozenset: Kind(nothing, keep, lambda value, _: frozenset.__iter__(value), always),
     collections.deque: Kind(list, _set_deque, within, all_same),
     bytearray: leaf(bytes, _set_bytes),
-    array.array: leaf(_save_array, _set_array),
+    array.array: leaf(lambda value: value[:], _set_array),
     io.BytesIO: leaf(_save_stream, _set_stream),
     io.StringIO: leaf(_save_stream, _set_stream),
     random.Random: leaf(random.Random.getstate, random.Random.setstate),

@@ -85,6 +85,7 @@ _IMMUTABLE_PACKAGES = (
 _SCRIPTED = ("ScriptModule", "ScriptObject", "ScriptList", "ScriptDict")
 _OF_GROUPS = ("Reducer", "Logger")
 """Classes of torch.distributed whose objects belong to the process groups."""
+_NUMBERS = leaf(lambda value: value.get_state(), lambda value, saved: value.set_state(saved))
 _ITERATOR, _POINTED = "an iterator", "a pointer to memory"
 _OBSTACLES = {
     types.GeneratorType: "a generator",
@@ -328,10 +329,6 @@ def _same_attributes(value: Any, saved: tuple[type, dict[str, Any]]) -> bool:
     return type(value) is saved[0] and same_dict(_attributes(value), saved[1])
 
 
-def _attribute_values(value: Any, saved: tuple[type, dict[str, Any]]) -> Iterable[Any]:
-    return saved[1].values()
-
-
 def _slots_kind(members: tuple[Any, ...]) -> Kind:
     def save(value: Any) -> list[Any]:
         attributes = []
@@ -424,14 +421,6 @@ def _same_position(value: Any, saved: tuple[Any, ...]) -> bool:
     return now[1:] == saved[1:] and (now[0] == saved[0] if is_range else all_same(now[0], saved[0]))
 
 
-def _save_numbers(value: Any) -> Any:
-    return value.get_state()
-
-
-def _set_numbers(value: Any, saved: Any) -> None:
-    value.set_state(saved)
-
-
 def _save_seed(value: Any) -> tuple[Any, ...]:
     return value.n_children_spawned, value.__reduce__()[2]
 
@@ -506,7 +495,7 @@ def _refers(children: Callable[[Any, Any], Iterable[Any]]) -> Kind:
 
 
 _CLASS = Kind(_save_class, _set_class, values, lambda value, saved: same_dict(_save_class(value), saved))
-_ATTRIBUTES = Kind(_save_attributes, _set_attributes, _attribute_values, _same_attributes)
+_ATTRIBUTES = Kind(_save_attributes, _set_attributes, lambda value, saved: saved[1].values(), _same_attributes)
 _EXCEPTION = _members_kind(_exception_members)
 _C_ATTRIBUTES = _members_kind(_c_attributes)
 _WEAK_DICT = Kind(
@@ -515,7 +504,6 @@ _WEAK_DICT = Kind(
     lambda _, saved: (*saved, *saved.values()),
     lambda value, saved: same_dict(dict(value.items()), saved),
 )
-_NUMBERS = leaf(_save_numbers, _set_numbers)
 _POSITION = Kind(_save_position, _set_position, lambda _, saved: saved[0], _same_position)
 _WITHOUT_ATTRIBUTES: dict[Any, Kind] = {
     types.FunctionType: Kind(_save_function, _set_function, _function_children, _same_function),

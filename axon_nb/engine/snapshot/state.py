@@ -27,15 +27,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from axon_nb.engine.frames import gc_paused
-from axon_nb.engine.snapshot.data_kinds import (
-    ArrayState,
-    Kind,
-    TensorState,
-    nothing,
-    plain,
-    refresh_tensor,
-    tensor_kind,
-)
+from axon_nb.engine.snapshot import data_kinds
 from axon_nb.engine.snapshot.kinds import NotRestorableError, describe_obstacle, describe_type, kinds_and_obstacle
 from axon_nb.engine.snapshot.memory import StorageFacts
 from axon_nb.records.units import format_bytes
@@ -45,14 +37,14 @@ STRUCTURE_COST = 32
 _NO_LIMIT = sys.maxsize
 _NODE_BYTES = 120
 """Of a tuple that holds kind, object and state, and of what finds it again."""
-_Learned = weakref.WeakKeyDictionary[type, tuple[tuple[Kind, ...], str]]
+_Learned = weakref.WeakKeyDictionary[type, tuple[tuple[data_kinds.Kind, ...], str]]
 """What is known of types: the kinds of their objects' state, and what these are if they cannot be restored."""
 _OF_CALLS = r"_[0-9a-f]{16,}_\d+_\d+_(?:f|args|kwargs|result)"
 """Names of ipyparallel, for the call that runs: it removes them, and version 8 fails if they are gone."""
 _OF_IPYTHON = re.compile(rf"_+|_\d+|_i+|_i\d+|_[dio]h|__\w+__|In|Out|exit|quit|get_ipython|open|{_OF_CALLS}")
 _NAMED_ONCE = (type, types.FunctionType, enum.Enum)
 """What libraries share between variables that have nothing to do with each other, though it has a state."""
-_WITH_STORAGE = (TensorState, ArrayState)
+_WITH_STORAGE = (data_kinds.TensorState, data_kinds.ArrayState)
 _Numbered = tuple[int, str, Any]
 """Number, name and value of a variable."""
 
@@ -67,11 +59,11 @@ def bytes_of_state(value: Any, saved: Any) -> int:
     return _NODE_BYTES + items
 
 
-def is_shared_by_libraries(value: Any, kinds: Sequence[Kind]) -> bool:
+def is_shared_by_libraries(value: Any, kinds: Sequence[data_kinds.Kind]) -> bool:
     """Whether variables that both refer to this object may still have nothing to do with each other."""
     if isinstance(value, type | types.FunctionType):
         return value.__module__ != "__main__"
-    return isinstance(value, enum.Enum) or all(kind.save is nothing for kind in kinds)
+    return isinstance(value, enum.Enum) or all(kind.save is data_kinds.nothing for kind in kinds)
 
 
 class Components:
@@ -142,12 +134,12 @@ class LeftOut(Struct, frozen=True):
         """Whether the variable or one of its tensors is known to be another one, or to have other content."""
         if id(namespace.get(name)) != self.identity:
             return True
-        with plain():
+        with data_kinds.plain():
             return any((tensor := ref()) is None or (*_facts(tensor),) != (*before,) for ref, *before in self.tensors)
 
 
 def _facts(tensor: torch.Tensor) -> tuple[int | None, int]:
-    saved = tensor_kind.save(tensor)
+    saved = data_kinds.tensor_kind.save(tensor)
     return saved.version, id(saved.grad)
 
 
@@ -161,7 +153,7 @@ class State(Struct):
     """The state of a session, without the content of its storages."""
 
     names: dict[str, Any] = field(default_factory=dict)
-    nodes: list[tuple[Kind, Any, Any]] = field(default_factory=list)
+    nodes: list[tuple[data_kinds.Kind, Any, Any]] = field(default_factory=list)
     """Each kind of state of each object, and the state."""
     storages: dict[tuple[str, int, int], StorageFacts] = field(default_factory=dict)
     """By their keys: views share one."""
@@ -201,7 +193,7 @@ class State(Struct):
     def gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each tensor that has a gradient, and that."""
         for _, tensor, saved in self.nodes:
-            if type(saved) is TensorState and saved.is_leaf and saved.grad is not None:
+            if type(saved) is data_kinds.TensorState and saved.is_leaf and saved.grad is not None:
                 yield tensor, saved.grad
 
 
@@ -220,14 +212,14 @@ class StateFinder:
 
     def find(self) -> State:
         """Find what it is now."""
-        with gc_paused(on_main=True), plain():
+        with gc_paused(on_main=True), data_kinds.plain():
             walk = _Walk(self._namespace, self._learned)
             walk.visit_all()
             return walk.finish()
 
     def find_again(self, previous: State | None) -> State:
         """Find what it is now; variables whose objects are all still as in `previous`, from here, are not visited."""
-        with gc_paused(on_main=True), plain():
+        with gc_paused(on_main=True), data_kinds.plain():
             walk = _Walk(self._namespace, self._learned, _NO_LIMIT)
             numbers = [(walk.add(), name, value) for name, value in walk.state.names.items()]
             for number, name, value in walk.reuse(numbers, previous):
@@ -242,7 +234,7 @@ class StateFinder:
             held: Values that only earlier snapshots keep alive; they count as well.
             previous: What was found last. Variables whose objects are all still as they were then are not visited.
         """
-        with gc_paused(on_main=True), plain():
+        with gc_paused(on_main=True), data_kinds.plain():
             walk = _Walk(self._namespace, self._learned, limit)
             why = f"needs more than {format_bytes(limit)} of `undo_memory`"
             before, self._unvisited = self._unvisited, {}
@@ -262,7 +254,7 @@ class _Variable(Struct):
     name: str
     """Empty if only snapshots refer to the value."""
     value: Any
-    nodes: list[tuple[Kind, Any, Any]] = field(default_factory=list)
+    nodes: list[tuple[data_kinds.Kind, Any, Any]] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     obstacle: str = ""
     """What it is or contains that cannot be restored."""
@@ -279,11 +271,11 @@ class _Variable(Struct):
 
     def tensors(self) -> list[torch.Tensor]:
         """Return its tensors."""
-        return [item for _, item, saved in self.nodes if type(saved) is TensorState]
+        return [item for _, item, saved in self.nodes if type(saved) is data_kinds.TensorState]
 
     def refresh(self) -> _Variable | None:
         """Return it as it is now, if each object still refers to the same ones; None: one does not."""
-        fresh: list[tuple[int, tuple[Kind, Any, Any]]] = []
+        fresh: list[tuple[int, tuple[data_kinds.Kind, Any, Any]]] = []
         leaf_size = 0
         for index, node in enumerate(self.nodes):
             kind, item, saved = node
@@ -291,8 +283,8 @@ class _Variable(Struct):
             if same is None:
                 now = kind.save(item)
                 leaf_size += bytes_of_state(item, now)
-            elif type(saved) is TensorState:
-                if (now := refresh_tensor(item, saved)) is None:
+            elif type(saved) is data_kinds.TensorState:
+                if (now := data_kinds.refresh_tensor(item, saved)) is None:
                     return None
                 if now is saved:
                     continue
@@ -343,7 +335,7 @@ class _Walk:
         self.state = State(names)
         self._limit = limit
         self._learned = learned
-        self._kinds: dict[type, tuple[Kind, ...]] = {}
+        self._kinds: dict[type, tuple[data_kinds.Kind, ...]] = {}
         self._obstacles: dict[type, str] = {}
         self._owners: dict[int, int | None] = {id(namespace): None, id(vars(builtins)): None}
         """By identity of an object, the number of the variable through which it was found first."""
@@ -435,7 +427,7 @@ class _Walk:
         return not todo
 
     def _save(
-        self, variable: _Variable, item: Any, kinds: tuple[Kind, ...], number: int
+        self, variable: _Variable, item: Any, kinds: tuple[data_kinds.Kind, ...], number: int
     ) -> tuple[list[Iterable[Any]], int]:
         """Add the states of one object; return what it refers to, and the bytes that the states take."""
         kind, children, size = type(item), list[Iterable[Any]](), 0
@@ -450,7 +442,7 @@ class _Walk:
                 added, within = bytes_of_state(item, saved) if self._limit else 0, one.children(item, saved)
                 if type(saved) in _WITH_STORAGE:
                     self._add_storage(saved, number)
-                    if type(saved) is TensorState and saved.obstacle:
+                    if type(saved) is data_kinds.TensorState and saved.obstacle:
                         variable.obstacle = variable.obstacle or saved.obstacle
             except Exception as error:  # an odd object of the user must not prevent the snapshot
                 is_ours = isinstance(error, NotRestorableError)
@@ -526,14 +518,14 @@ class _Walk:
         state.limit = self._limit
         return state
 
-    def _learn(self, kind: type) -> tuple[Kind, ...]:
+    def _learn(self, kind: type) -> tuple[data_kinds.Kind, ...]:
         if kind not in self._learned:
             self._learned[kind] = kinds_and_obstacle(kind)
         self._kinds[kind], self._obstacles[kind] = self._learned[kind]
         return self._kinds[kind]
 
-    def _add_storage(self, saved: TensorState | ArrayState, number: int) -> None:
-        if isinstance(saved, ArrayState):
+    def _add_storage(self, saved: data_kinds.TensorState | data_kinds.ArrayState, number: int) -> None:
+        if isinstance(saved, data_kinds.ArrayState):
             storage = saved.memory.untyped_storage() if saved.memory is not None else None
             size, version = (storage.nbytes() if storage is not None else 0), None
         else:

@@ -24,18 +24,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from axon_nb.engine.session import current, user_variables
 from axon_nb.engine.sharding import is_dtensor, is_sharded, is_stage, local_shard, unreplicated_reason
 from axon_nb.errors import UsageError
+from axon_nb.host import shared_memory
 from axon_nb.host.resources import free_memory
-from axon_nb.host.shared_memory import (
-    BlockAddress,
-    SharedBlock,
-    SharedBlockUnavailableError,
-    block_size,
-    join_parts,
-    memfd_supported,
-    read_block,
-    split_parts,
-    write_block,
-)
 from axon_nb.records.protocol.transfer import SyncRecord, Undelivered
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
@@ -138,27 +128,27 @@ def to_numpy(value: Any) -> Any:
     return _convert(value, change)
 
 
-def receive_block(addresses: Mapping[int, BlockAddress]) -> Undelivered | None:
+def receive_block(addresses: Mapping[int, shared_memory.BlockAddress]) -> Undelivered | None:
     """Set the variables that a shared-memory block on this host holds for this rank."""
     try:
-        parts = read_block(addresses[current().config.rank])
-    except SharedBlockUnavailableError:
+        parts = shared_memory.read_block(addresses[current().config.rank])
+    except shared_memory.SharedBlockUnavailableError:
         return Undelivered()
     set_variables(parts)
     return None
 
 
-def hold_block(parts: Any) -> BlockAddress | None:
+def hold_block(parts: Any) -> shared_memory.BlockAddress | None:
     """Hold packed variables in shared memory for the ranks of this host; return where, or None without shared memory.
 
     Args:
         parts: Their bytes from `join_parts`.
     """
     release_block()
-    if not memfd_supported():
+    if not shared_memory.memfd_supported():
         return None
-    block = current().held_block = SharedBlock()
-    block.write(split_parts(parts))
+    block = current().held_block = shared_memory.SharedBlock()
+    block.write(shared_memory.split_parts(parts))
     return block.address
 
 
@@ -175,13 +165,13 @@ def set_variables(parts: Any) -> None:
     Args:
         parts: A packed dictionary: its parts, or their bytes from `join_parts`.
     """
-    variables = unpack(parts if isinstance(parts, list) else split_parts(bytearray(parts)))
+    variables = unpack(parts if isinstance(parts, list) else shared_memory.split_parts(bytearray(parts)))
     current().kernel.shell.user_ns.update(variables)
 
 
 def send_value(
     expression: str,
-    addresses: Mapping[int, BlockAddress | None],
+    addresses: Mapping[int, shared_memory.BlockAddress | None],
     ranks: Sequence[int],
     *,
     shards: bool = False,
@@ -231,14 +221,14 @@ def send_value(
         raise UsageError(cannot_pickle(error)) from None
     address = addresses[self_rank]
     if address is None:
-        session.pending_value = join_parts(parts)
+        session.pending_value = shared_memory.join_parts(parts)
         return None
-    size, free = block_size(parts), free_memory()
+    size, free = shared_memory.block_size(parts), free_memory()
     if free is not None and size > free:
         raise UsageError(f"it needs {format_bytes(size)} but only {format_bytes(free)} is free; pull part of it")
     try:
-        write_block(address, parts, writers=sum(other is not None for other in addresses.values()))
-    except SharedBlockUnavailableError:
+        shared_memory.write_block(address, parts, writers=sum(other is not None for other in addresses.values()))
+    except shared_memory.SharedBlockUnavailableError:
         return Undelivered()
     return None
 
@@ -250,7 +240,7 @@ def take_pending_value() -> bytes:
     return value
 
 
-def last_value(token: str, address: BlockAddress | None) -> tuple[bytes | None, str]:
+def last_value(token: str, address: shared_memory.BlockAddress | None) -> tuple[bytes | None, str]:
     """Return the value of a cell's last expression, and its text in case it cannot be loaded.
 
     Args:
@@ -266,9 +256,9 @@ def last_value(token: str, address: BlockAddress | None) -> tuple[bytes | None, 
     except Exception:
         return b"", repr(value)
     text = "" if _plain(value) else repr(value)
-    if address is None or block_size(parts) < _MAX_INLINE_BYTES:
-        return bytes(join_parts(parts)), text
-    write_block(address, parts)
+    if address is None or shared_memory.block_size(parts) < _MAX_INLINE_BYTES:
+        return bytes(shared_memory.join_parts(parts)), text
+    shared_memory.write_block(address, parts)
     return None, text
 
 

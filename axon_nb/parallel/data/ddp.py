@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from axon_nb.comm.errors import TensorError, TensorMismatchError
 from axon_nb.comm.gradients import GradSyncStrategy, sync_gradients
 from axon_nb.comm.group import Backend, GroupLike, ProcessGroup, resolve
 from axon_nb.comm.placements import placed
+from axon_nb.compat.hints import before
 from axon_nb.errors import UsageError
 from axon_nb.parallel.data.units import on_backward_start
 from axon_nb.parallel.hooks import CommHook
@@ -81,7 +83,7 @@ class DDP(TorchDDP):
             raise UsageError(f"bucket_size_mb must be a positive number of MiB; got {bucket_size_mb!r}.")
         strategy = parse_enum(GradSyncStrategy, strategy, "strategy")
         if isinstance(model, nn.Module):
-            _leave_out_shards(model, resolved)
+            leave_out_shards(model, resolved)
         check_model(model, resolved)
         super().__init__(
             model,
@@ -261,7 +263,20 @@ def check_model(model: nn.Module, group: ProcessGroup) -> None:
         _compare(everyone[0], other, group.ranks[0], rank)
 
 
-def _leave_out_shards(model: nn.Module, group: ProcessGroup) -> None:
+@functools.cache
+def prepare_torch_ddp() -> None:
+    """Have torch's own DDP leave out shards, too: it would send rank 0's to all ranks, and average their gradients."""
+    signature = inspect.signature(TorchDDP.__init__)
+
+    def look(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        mesh = given.get("device_mesh")
+        leave_out_shards(given["module"], resolve(given.get("process_group") if mesh is None else mesh.get_group()))
+
+    before(TorchDDP, "__init__", look)
+
+
+def leave_out_shards(model: nn.Module, group: ProcessGroup) -> None:
     """Let torch's DDP ignore parameters of which ranks of the group hold declared parts, such as experts."""
     parts = []
     for name, parameter in model.named_parameters():
@@ -271,8 +286,8 @@ def _leave_out_shards(model: nn.Module, group: ProcessGroup) -> None:
         if any(len({*resolve(found.mesh.get_group(axis)).ranks} & {*group.ranks}) > 1 for axis in axes):
             parts.append(name)
     if parts:
-        before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-        model._ddp_params_and_buffers_to_ignore = [*before, *parts]  # type: ignore[assignment]
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        model._ddp_params_and_buffers_to_ignore = [*ignored, *parts]  # type: ignore[assignment]
 
 
 def _parameters_and_buffers(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:

@@ -25,6 +25,7 @@ from axon_nb.comm.group import Backend, GroupLike, ProcessGroup
 from axon_nb.errors import UsageError
 from axon_nb.parallel.data import units
 from axon_nb.parallel.data.ddp import DDP, broadcast_model
+from axon_nb.parallel.data.kept import KeptParameters
 from axon_nb.parallel.loop import check_inputs, clip_grad_norm
 from axon_nb.parallel.memory import (
     CPUOffload,
@@ -221,12 +222,15 @@ class FSDP(ShardedModel):
             in float32; or torch's `MixedPrecisionPolicy` to choose each. None: unchanged.
         cpu_offload: What is kept in host memory.
         sync_parameters: Send rank 0's parameters and buffers to all. Set False if they are already equal.
+        keep_whole: With SHARD_GRAD_OP, the ZeRO paper's stage 2: what was gathered stays on each rank, and only what an
+            optimizer or anything else has changed is gathered by the next forward.
 
     Raises:
         UsageError: the mesh does not fit the strategy, or an option is invalid.
         NotInGroupError: this rank is not a member of the group.
     """
 
+    _kept: KeptParameters | None = None
     _subclass_by_strategy: ClassVar[dict[ShardingStrategy, type[FSDP]]] = {}
 
     def __init_subclass__(cls, *, strategy: ShardingStrategy | None = None, **kwargs: Any) -> None:
@@ -251,10 +255,14 @@ class FSDP(ShardedModel):
         mixed_precision: torch.dtype | MixedPrecisionPolicy | None = None,
         cpu_offload: CPUOffload = CPUOffload.NONE,
         sync_parameters: bool = True,
+        keep_whole: bool = False,
     ) -> None:
         super().__init__(model, strategy, cpu_offload)
         if self.strategy is ShardingStrategy.OPTIMIZER_STATE:
             raise UsageError(f"{type(self).__name__} cannot use OPTIMIZER_STATE; derive it from ZeRO1.")
+        offloads = self.cpu_offload in (CPUOffload.PARAMS, CPUOffload.FULL)
+        if keep_whole and (offloads or self.strategy is not ShardingStrategy.SHARD_GRAD_OP):
+            raise UsageError("keep_whole needs strategy=ShardingStrategy.SHARD_GRAD_OP, and no offloaded parameters.")
         self.mesh = units.resolve_mesh(group, mesh, self.strategy, model)
         if sync_parameters:
             broadcast_model(model, self.mesh)
@@ -264,13 +272,15 @@ class FSDP(ShardedModel):
         policy = mixed_precision or MixedPrecisionPolicy()
         if self.cpu_offload is CPUOffload.FULL:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.mesh.device_type == "cuda")
-        keep_whole = self.strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+        stays = not keep_whole and self.strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
         for unit in units.make_units(model, wrap):
             # Only the model's own output is cast: between units the dtype stays the same.
             inner = replace(policy, output_dtype=None)
-            fully_shard(unit, reshard_after_forward=not keep_whole, mp_policy=inner, **options)
-        options |= {"mp_policy": policy, "reshard_after_forward": False if keep_whole else None}
+            fully_shard(unit, reshard_after_forward=not stays, mp_policy=inner, **options)
+        options |= {"mp_policy": policy, "reshard_after_forward": False if stays else None}
         self.module: Any = fully_shard(model, **options)
+        # Before the gatherer, whose hook then comes first: it saves what was changed while parameters were whole.
+        self._kept = KeptParameters(model, self.mesh, policy.param_dtype) if keep_whole else None
         self._gatherer = units.ParameterGatherer(model, self.mesh)
         self._accumulating, self._synced = False, True
         if self.cpu_offload is CPUOffload.PARAMS:
@@ -319,8 +329,22 @@ class FSDP(ShardedModel):
         if not self._synced:
             raise UsageError("The gradients are not reduced: run the last micro-batch's backward outside of no_sync().")
 
+    def memory_estimate(self, **options: Any) -> FSDPMemoryStats:
+        """Estimate the model states on this rank by formula, and what `keep_whole` keeps; see `model_states`."""
+        stats = super().memory_estimate(**options)
+        kept = 0 if self._kept is None else self._kept.expected_bytes
+        return replace(stats, param_memory_bytes=stats.param_memory_bytes + kept)
+
+    def memory_stats(self, optimizer: Optimizer | None = None) -> FSDPMemoryStats:
+        """Measure the model states that this rank holds now, and what `keep_whole` keeps."""
+        stats = super().memory_stats(optimizer)
+        return replace(stats, param_memory_bytes=stats.param_memory_bytes + (self._kept.nbytes if self._kept else 0))
+
     def gather_parameters(self) -> None:
         """Gather full parameters on every rank, until `reshard_parameters` or the next backward. Collective."""
+        if self._kept is not None:
+            self.reshard_parameters()
+            self._kept.refresh()
         self._gatherer.gather()
 
     def reshard_parameters(self) -> None:

@@ -236,7 +236,7 @@ class ParameterGatherer:
         """Gather full parameters on every rank. Collective."""
         if self._shards is None:
             self.reshard()  # parameters left unsharded by a forward may be older than a later optimizer step
-            self._shards = {name: (p, _versions(p)) for name, p in self._model.named_parameters()}
+            self._shards = {name: (p, versions(p)) for name, p in self._model.named_parameters()}
         for unit in self._units:
             unit.unshard()
 
@@ -255,9 +255,9 @@ class ParameterGatherer:
         for name, parameter in self._model.named_parameters() if shards else ():
             shard, version = shards.get(name, (parameter, None))
             # A forward or backward in between has resharded units; and a shard changed since then is newer.
-            if parameter is not shard and _versions(shard) == version:
+            if parameter is not shard and versions(shard) == version:
                 self._copy_changes(shard, parameter)
-                shards[name] = shard, _versions(shard)
+                shards[name] = shard, versions(shard)
 
     @torch.no_grad()
     def _copy_changes(self, shard: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -302,7 +302,8 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _versions(tensor: torch.Tensor) -> tuple[int, int]:
+def versions(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what counts the writes to a tensor, and to what this rank holds of it."""
     # Operations on a DTensor bump its own version only, those on its local tensor that one's.
     return tensor._version, local_shard(tensor)._version
 

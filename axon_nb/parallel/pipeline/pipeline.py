@@ -337,7 +337,10 @@ class Runner:
         """By stage; empty if nothing is recorded."""
         if spans and not missing_hooks("parallel.pipeline_spans"):
             rank, name = group.ranks[group.rank()], torch_group.group_name
-            self.watches = {stage.stage_index: StageWatch(stage, rank=rank, group=name) for stage in stages}
+            alone = not schedule.has_many_stages
+            self.watches = {
+                stage.stage_index: StageWatch(stage, rank=rank, group=name, is_alone=alone) for stage in stages
+            }
         # The loss is divided instead of the gradients, which may include those of earlier steps.
         self._schedule = schedule_class(schedule)(
             stages if schedule.has_many_stages else stages[0], num_microbatches, loss_fn=loss, scale_grads=False

@@ -11,12 +11,14 @@ import contextlib
 import enum
 import functools
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from axon_nb.comm.spans import device_clock, now
 from axon_nb.errors import UsageError
@@ -32,6 +34,8 @@ _MESSAGES = {
     "get_bwd_send_ops": "SEND_B",
 }
 _FUNCTIONS = ("_batch_p2p", "_wait_batch_p2p")
+_OF_SHARDS = re.compile(r"PP:(\d+)(UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)")
+"""What torch calls the actions of stages with FSDP2 that gather parameters, free them, and reduce gradients."""
 
 
 class PipelineSchedule(enum.Enum):
@@ -314,19 +318,23 @@ class StageWatch:
         stage: torch's stage; its methods are wrapped.
         rank: This rank, in the default group.
         group: Name of the pipeline's group.
+        is_alone: Whether it is its rank's only stage: then torch reduces gradients outside of its list of actions.
     """
 
-    def __init__(self, stage: Any, *, rank: int, group: str) -> None:
+    def __init__(self, stage: Any, *, rank: int, group: str, is_alone: bool) -> None:
         self.peak = 0
         """Peak number of live microbatches since it was last set to 0."""
         self._live = self._step = 0
         self._identity = (rank, group, stage.stage_index)
         self._device = torch.device(stage.device)
+        self._is_sharded = isinstance(stage.submod, FSDPModule)
         # Partials of methods pickle with the stage, as `config protect` needs; closures bring all that they refer to.
         for name in _METHODS:
             setattr(stage, name, functools.partial(self._compute, stage, name))
         for name in _MESSAGES:
             setattr(stage, name, functools.partial(self._label_messages, stage, name))
+        if self._is_sharded and is_alone:
+            stage.perform_reduce_grad = functools.partial(self._reduce, stage)
 
     def begin_step(self, step: int) -> None:
         """Reset the counts for a new step; an aborted step leaves nothing behind.
@@ -334,7 +342,11 @@ class StageWatch:
         Args:
             step: Start of the step on this rank, in nanoseconds; identifies its actions.
         """
-        _watch_messages()  # here, as a new process gets stages that another one made
+        rank, _, index = self._identity
+        ranks = _watch_functions()  # here, as a new process gets stages that another one made
+        ranks.pop(index, None)
+        if self._is_sharded:
+            ranks[index] = rank
         self._step = step
         self._live = self.peak = 0
 
@@ -355,6 +367,11 @@ class StageWatch:
             self._live -= 1
         return result
 
+    def _reduce(self, stage: Any, *args: Any, **kwargs: Any) -> None:
+        start, (rank, _, index) = now(), self._identity
+        type(stage).perform_reduce_grad(stage, *args, **kwargs)
+        emit(Span(rank, "collective", "REDUCE_GRAD", start, now(), stage=index))
+
     def _label_messages(self, stage: Any, name: str, chunk: int) -> Any:
         ops = getattr(type(stage), name)(stage, chunk)
         for op in ops:
@@ -369,8 +386,13 @@ class _LabelledWorks(list[Any]):
 
 
 @functools.cache
-def _watch_messages() -> None:
-    """Record from now on the waits for stages' messages."""
+def _watch_functions() -> dict[int, int]:
+    """Record from now on the waits for stages' messages, and when parameters of stages are gathered and freed.
+
+    Returns:
+        This process's rank, by each stage whose parameters are sharded; to be filled by the caller.
+    """
+    ranks: dict[int, int] = {}
     schedules = _schedules()
     start_batch, wait = (getattr(schedules, name) for name in _FUNCTIONS)
 
@@ -400,7 +422,22 @@ def _watch_messages() -> None:
                     works[number].wait()
             emit(Span(rank, "p2p", action, start, now(), group, size, stage, chunk))
 
+    class WatchedAction(torch.profiler.record_function):
+        """The name of an action in a profile; around each that torch takes from a list."""
+
+        def __enter__(self) -> Any:
+            self.start = now()
+            return super().__enter__()  # type: ignore[no-untyped-call]
+
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            found = _OF_SHARDS.fullmatch(self.name)
+            if found is not None and (rank := ranks.get(stage := int(found[1]))) is not None:
+                emit(Span(rank, "collective", found[2], self.start, now(), stage=stage))
+
     schedules._batch_p2p, schedules._wait_batch_p2p = watched_start, watched_wait  # type: ignore[attr-defined]
+    schedules.record_function = WatchedAction  # type: ignore[attr-defined]
+    return ranks
 
 
 class _StageStub:

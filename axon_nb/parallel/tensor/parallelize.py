@@ -34,7 +34,7 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.models import GPT, Attention, Block, Embedding, Head
 from axon_nb.parallel.tensor.functions import split_sequence
 from axon_nb.parallel.tensor.layouts import HEAD_COUNTS, HEAD_SIZES
-from axon_nb.records.units import aligned, format_bytes
+from axon_nb.records.units import aligned, count_of, format_bytes
 
 Style = str | ParallelStyle
 _HEADER = ("module", "type", "style", "parameters", "local", "reason")
@@ -124,9 +124,10 @@ def parallelize(
     if sharded:
         raise UsageError(f"{sharded[0]} is a DTensor; call parallelize first, on a model of plain tensors.")
     reasons: dict[str, str] = {}
-    if isinstance(plan, str):
+    if not isinstance(plan, Mapping):
         if plan != "auto":
-            raise UsageError(f"plan must be 'auto' or map patterns of module names to styles; got {plan!r}.")
+            hint = " Name the mesh: `mesh=…`." if isinstance(plan, DeviceMesh | ProcessGroup) else ""
+            raise UsageError(f"plan must be 'auto' or map patterns of module names to styles; got {plan!r}.{hint}")
         named, reasons = automatic_plan(model, num_ranks=group.size(), sequence=sequence, parallel_loss=parallel_loss)
         styles: dict[str, Style] = dict(named)
         default_reason = "stays whole with 'auto'"
@@ -284,7 +285,7 @@ class ParallelReport:
     def _summary(self) -> str:
         num_sharded = sum(module.style != "" for module in self.modules)
         return (
-            f"{num_sharded} of {len(self.modules)} modules sharded over {self.num_ranks} ranks: "
+            f"{num_sharded} of {len(self.modules)} modules sharded over {count_of(self.num_ranks, 'rank')}: "
             f"{format_bytes(self.local_bytes)} of {format_bytes(self.total_bytes)} of parameters on this rank"
         )
 

@@ -21,7 +21,9 @@ from axon_nb.errors import UsageError
 from axon_nb.plan.arguments import SINGLE_AXIS_STRATEGIES, check_choice, check_int, check_number
 from axon_nb.plan.calibration import benchmarks
 from axon_nb.plan.calibration.result import Calibration, Check, Sample
+from axon_nb.plan.errors import PlanError
 from axon_nb.plan.hardware import Link, Rates, Work
+from axon_nb.plan.muon import is_muon
 from axon_nb.plan.tracing.subject import ModelSource, resolve_optimizer
 from axon_nb.plan.tracing.trace import trace_model
 from axon_nb.records.protocol.inspection import Calibrate
@@ -90,9 +92,11 @@ def calibrate(
     _check(operations, sizes, repeats, budget_s, dtype)
     names = [strategies] if isinstance(strategies, str) else strategies
     kinds = [check_choice("strategies", str(getattr(name, "value", name)), SINGLE_AXIS_STRATEGIES) for name in names]
+    if is_muon(make := resolve_optimizer(optimizer)):
+        raise PlanError("optimizer='Muon' cannot be calibrated: calibrate with 'AdamW', and plan with 'Muon'.")
     options: dict[str, Any] = {
         "source": None if model is None else ModelSource(model, inputs, target, loss, batch, seq),
-        "optimizer": resolve_optimizer(optimizer),
+        "optimizer": make,
         "strategies": tuple(kinds),
         "operations": tuple(operations),
         "sizes": tuple(sizes),

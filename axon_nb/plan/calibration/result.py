@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.display import Shown, Table, format_flops, format_ms, plotly_figure
+from axon_nb.plan.display import Shown, Table, format_flops, format_ms, plotly_figure, titled
 from axon_nb.plan.hardware import Link, Rates
 from axon_nb.records.units import format_bytes
 
@@ -92,12 +92,8 @@ class Calibration(Shown):
             measured, fitted = [1e3 * s.seconds for s in series], [1e3 * self._fit(s) for s in series]
             traces.append({"type": "scatter", "mode": "markers", "name": name, "x": sizes, "y": measured})
             traces.append({"type": "scatter", "mode": "lines", "name": f"{name}, fit", "x": sizes, "y": fitted})
-        layout = {
-            "title": {"text": self.where},
-            "xaxis": {"type": "log", "title": {"text": "bytes"}},
-            "yaxis": {"type": "log", "title": {"text": "ms"}},
-        }
-        return plotly_figure(traces, layout)
+        axes = {"xaxis": titled("bytes", type="log"), "yaxis": titled("ms", type="log")}
+        return plotly_figure(traces, titled(self.where, **axes))
 
     def _fit(self, sample: Sample) -> float:
         return self.links[sample.axis].seconds(sample.operation, sample.bytes, sample.num_ranks)

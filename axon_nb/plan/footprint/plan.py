@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.plan.arguments import UNSHARDED, check_callable, check_choice, check_int, check_number
-from axon_nb.plan.display import html_table, paint_of, plotly_figure, text_table, unit_for
+from axon_nb.plan.display import bar, html_table, paint_of, plotly_figure, text_table, titled, unit_for
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.models import check_model, dtype_name
 
@@ -355,23 +355,12 @@ class MemoryPlan:
         unit = unit_for(rank.peak.total for rank in ranks)
         held = [getattr(rank, moment).as_dict() for rank, moment in moments]
         bars = [
-            {
-                "type": "bar",
-                "name": _LABELS.get(part, part),
-                "marker": {"color": paint_of(part)},
-                "x": axis,
-                "y": [unit.of(parts[part]) for parts in held],
-            }
+            bar(_LABELS.get(part, part), axis, [unit.of(parts[part]) for parts in held], paint_of(part))
             for part in held[0]
             if any(parts[part] for parts in held)
         ]
-        layout = {
-            "barmode": "stack",
-            "title": {"text": _title(self).partition(": ")[0]},
-            "yaxis": {"title": {"text": unit.name}},
-            "legend": {"traceorder": "normal"},
-        }
-        return plotly_figure(bars, layout)
+        title, order = _title(self).partition(": ")[0], {"traceorder": "normal"}
+        return plotly_figure(bars, titled(title, barmode="stack", yaxis=titled(unit.name), legend=order))
 
     def __str__(self) -> str:
         """A table in plain text."""

@@ -20,20 +20,16 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.data.units import equal_row
 from axon_nb.parallel.memory import OptimizerKind, checkpoint_blocks
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
+from axon_nb.parallel.muon import Muon
 from axon_nb.plan.arguments import ZERO_2
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.fake_world import NO_VALUES
 from axon_nb.plan.footprint.plan import MODEL_STATES_ONLY, OFFLOADED, MemoryParts, MemoryPlan, MemoryRequest, RankMemory
 from axon_nb.plan.models import CapturedModel, HuggingFaceModel, TensorSpec, next_token_loss
+from axon_nb.plan.muon import NOT_ZERO_1, is_muon, matrix_names
 from axon_nb.plan.repetition import BlockRun, shorten
+from axon_nb.plan.tracing import subject as subjects
 from axon_nb.plan.tracing.fake_tensors import WithoutCuda
-from axon_nb.plan.tracing.subject import (
-    checked_module_filter,
-    first_line,
-    resolve_optimizer,
-    split_experts,
-    stacked_experts,
-)
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _NOTE = "Model states only, by formula: no activations and no buffers, so a training step takes more than this."
@@ -75,7 +71,7 @@ class TrainingSetup:
     def _checkpointed_blocks(self, model: nn.Module) -> Any:
         blocks = self.request.activation_checkpointing
         if blocks is not True:
-            return checked_module_filter(model, blocks, "activation_checkpointing")
+            return subjects.checked_module_filter(model, blocks, "activation_checkpointing")
         row = equal_row(model)
         if row is None:
             raise PlanError("activation_checkpointing=True needs a model with a row of equal blocks: give their class.")
@@ -84,7 +80,7 @@ class TrainingSetup:
 
 def keep_part_of_experts(model: nn.Module, num_ranks: int) -> None:
     """Leave each module with experts as many as one rank along ep holds, in place."""
-    for name, count in split_experts(model, num_ranks).items():
+    for name, count in subjects.split_experts(model, num_ranks).items():
         module: Any = model.get_submodule(name)
         module.num_experts = count // num_ranks
         for leaf, whole in list(module.named_parameters(recurse=False)):
@@ -95,7 +91,7 @@ def keep_part_of_experts(model: nn.Module, num_ranks: int) -> None:
 
 def expert_modules(model: nn.Module, request: MemoryRequest) -> list[nn.Module]:
     """Return the modules whose experts ranks along ep share; the model has one rank's part of them."""
-    names = stacked_experts(model) if request.size("ep") > 1 else ()
+    names = subjects.stacked_experts(model) if request.size("ep") > 1 else ()
     return [model.get_submodule(name) for name in names]
 
 
@@ -240,19 +236,29 @@ def request_optimizer(request: MemoryRequest) -> OptimizerKind:
     options = dict(request.optimizer_options or {})
     if isinstance(optimizer, OptimizerKind):
         optimizer, options = optimizer.make, {**optimizer.options, **options}
-    make = resolve_optimizer(optimizer)
+    make = subjects.resolve_optimizer(optimizer)
     if make is None:
         raise PlanError("optimizer=None: memory of a step needs an optimizer, such as 'AdamW' or 'SGD'.")
     return OptimizerKind(_foreach(make, request), options)
 
 
-def checked_optimizer(request: MemoryRequest) -> OptimizerKind:
-    """Return the requested optimizer after trying a step on a tiny parameter.
+def checked_optimizers(request: MemoryRequest) -> dict[bool, OptimizerKind]:
+    """Return the requested optimizer after trying a step on a tiny parameter: by whether it is for Muon's matrices.
 
     Raises:
-        PlanError: it is unknown, rejects its options, or its states do not have the parameters' shapes.
+        PlanError: it is unknown, rejects its options, its states do not have the parameters' shapes, or it does not
+            work with the strategy.
     """
     kind = request_optimizer(request)
+    if not is_muon(kind.make):
+        return {False: _checked(request, kind)}
+    if request.strategy == "optimizer_state":
+        raise PlanError(NOT_ZERO_1)
+    options = {name: value for name, value in kind.options.items() if name != "foreach"}
+    return {True: _checked(request, OptimizerKind(Muon, options)), False: OptimizerKind(torch.optim.AdamW)}
+
+
+def _checked(request: MemoryRequest, kind: OptimizerKind) -> OptimizerKind:
     try:
         kind.bytes_per_element(torch.float32)
     except UsageError as error:
@@ -300,13 +306,13 @@ def explain_failure(doing: str, hint: str) -> Iterator[None]:
     except (UsageError, MemoryError):
         raise
     except NO_VALUES as error:
-        why = f"{type(error).__name__}: {first_line(error)}"
+        why = f"{type(error).__name__}: {subjects.first_line(error)}"
         raise PlanError(
             f"The model cannot be {doing} on tensors without data because it reads their values "
             f"({why}): avoid .item(), .tolist(), `if tensor:` and boolean indexing."
         ) from error
     except Exception as error:
-        why = f"{type(error).__name__}: {first_line(error)}"
+        why = f"{type(error).__name__}: {subjects.first_line(error)}"
         raise PlanError(f"The model cannot be {doing} on tensors without data ({why}): {hint}.") from error
 
 
@@ -315,23 +321,20 @@ class ModelStates:
 
     Args:
         request: The request.
-        shapes: Shape, dtype and requires_grad of each parameter of a rank before it is sharded over data ranks,
-            by coordinate along pp.
-        optimizer: The optimizer whose states are counted.
-        experts: The same as `shapes`, for the parameters of experts that ranks along ep share.
+        shapes: Shape, dtype and requires_grad of each parameter of a rank before it is sharded over data ranks, by
+            coordinate along pp; and that by whether ranks along ep share them, and whether Muon updates them.
+        optimizers: The optimizers whose states are counted, by whether they are for Muon's matrices.
     """
 
     def __init__(
         self,
         request: MemoryRequest,
-        shapes: Mapping[int, Sequence[Any]],
-        optimizer: OptimizerKind,
-        experts: Mapping[int, Sequence[Any]] | None = None,
+        shapes: Mapping[tuple[bool, bool], Mapping[int, Sequence[Any]]],
+        optimizers: Mapping[bool, OptimizerKind],
     ) -> None:
         self._request = request
         self._shapes = shapes
-        self._experts = experts or {}
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         is_partitioned = request.strategy == "optimizer_state" and request.size("pp") == 1
         self._owned = self._partition() if is_partitioned else None
         self._known: dict[tuple[int, int], MemoryParts] = {}
@@ -364,7 +367,8 @@ class ModelStates:
     def _partition(self) -> list[set[int]]:
         from axon_nb.parallel.memory import partition_parameters
 
-        return partition_parameters([math.prod(shape) for shape, _, _ in self._shapes[0]], self._request.num_sharers)
+        sizes = [math.prod(shape) for shape, _, _ in self._shapes[False, False][0]]
+        return partition_parameters(sizes, self._request.num_sharers)
 
     def _compute(self, stage: int, sharer: int) -> MemoryParts:
         from axon_nb.parallel.memory import CPUOffload, ShardingStrategy, model_states
@@ -372,20 +376,23 @@ class ModelStates:
         request = self._request
         size = request.num_sharers * request.size("replicate", "shard")
         parts = [0, 0, 0]
-        for shapes, num_ranks in ((self._shapes, size), (self._experts, size // request.size("ep"))):
+        for (is_expert, is_matrix), shapes in self._shapes.items():
+            num_ranks = size // request.size("ep") if is_expert else size
+            if not (held := shapes.get(stage)):
+                continue
             stats = model_states(
-                shapes.get(stage, ()),
+                held,
                 ShardingStrategy("no_shard" if request.strategy == "ddp" else request.strategy),
                 world_size=num_ranks,
                 shard_size=request.size("shard") if request.strategy == "hybrid_shard" else None,
                 rank=sharer % num_ranks,
-                optimizer=self._optimizer,
+                optimizer=self._optimizers[is_matrix],
                 cpu_offload=CPUOffload(request.cpu_offload),
                 owned=None if self._owned is None else self._owned[sharer],
                 device_type=request.device,
             )
             found = stats.param_memory_bytes, stats.grad_memory_bytes, stats.optim_memory_bytes
-            parts = [held + more for held, more in zip(parts, found, strict=True)]
+            parts = [before + more for before, more in zip(parts, found, strict=True)]
         return MemoryParts(*parts)
 
     def _worst(self) -> list[int]:
@@ -393,7 +400,8 @@ class ModelStates:
         if self._owned is None or size("pp") > 1:
             # The first rank of each shard group: no other has more.
             return [stage * (self._request.world_size // size("pp")) for stage in range(size("pp"))]
-        loads = [sum(math.prod(self._shapes[0][number][0]) for number in owned) for owned in self._owned]
+        shapes = self._shapes[False, False][0]
+        loads = [sum(math.prod(shapes[number][0]) for number in owned) for owned in self._owned]
         return [loads.index(max(loads)) * size("tp")]
 
 
@@ -410,11 +418,13 @@ def closed_form_plan(request: MemoryRequest) -> MemoryPlan:
     with torch.device("meta"):
         model = training_setup(request).model()
     experts = expert_parameters(model, request)
-    shapes, stacked = (
-        [(tuple(p.shape), p.dtype, p.requires_grad) for p in model.parameters() if (p in experts) is kind]
-        for kind in (False, True)
-    )
-    states = ModelStates(request, {0: shapes}, checked_optimizer(request), {0: stacked})
+    optimizers = checked_optimizers(request)
+    matrices = matrix_names(model) if True in optimizers else ()
+    shapes: dict[tuple[bool, bool], dict[int, list[Any]]] = {}
+    for name, p in model.named_parameters():
+        kept = shapes.setdefault((p in experts, name in matrices), {0: []})
+        kept[0].append((tuple(p.shape), p.dtype, p.requires_grad))
+    states = ModelStates(request, shapes, optimizers)
     ranks = tuple(
         RankMemory(rank, request.coordinates(rank), parts, parts, host_bytes=states.host_bytes(rank))
         for rank in states.requested_ranks()

@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from axon_nb.parallel.data.units import describe_units, make_units
+from axon_nb.parallel.memory import OptimizerKind
 from axon_nb.plan.arguments import STAGE_UNITS, UNSHARDED, ZERO_2
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint import question
@@ -43,11 +44,11 @@ from axon_nb.plan.footprint.training import (
     Shape,
     Training,
     local_shapes,
-    make_pipeline_training,
     make_training,
     shard_layers,
     stages_on_rank,
 )
+from axon_nb.plan.muon import NOTE, matrix_names
 from axon_nb.plan.process import fork_map
 from axon_nb.plan.repetition import BlockRun, ProvenRuns
 from axon_nb.plan.tracing.subject import checked_module_filter
@@ -65,10 +66,10 @@ class _ModelSummary(Struct, frozen=True):
 
     name: str
     num_parameters: int
-    shapes: dict[int, list[Shape]]
-    """By coordinate along pp: a rank's parameters with sharded layers, before data ranks shard them."""
-    experts: dict[int, list[Shape]]
-    """The same for parameters of experts that ranks along ep share; `shapes` has the others."""
+    shapes: dict[tuple[bool, bool], dict[int, list[Shape]]]
+    """A rank's parameters with sharded layers, before data ranks shard them, as `ModelStates` takes them."""
+    optimizers: dict[bool, OptimizerKind]
+    """As `ModelStates` takes them."""
     run: BlockRun | None
     """Equal blocks of which most can be left out."""
     reason: str
@@ -97,7 +98,7 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
     report(0.05, "building the model")
     setup = question.training_setup(request)
     summary = _summarize(setup)
-    states = question.ModelStates(request, summary.shapes, question.checked_optimizer(request), summary.experts)
+    states = question.ModelStates(request, summary.shapes, summary.optimizers)
     requested = states.requested_ranks()
     kinds = {rank: (request.coordinates(rank).get("pp", 0), states.of(rank)) for rank in requested}
     firsts = {kind: rank for rank, kind in reversed(kinds.items())}
@@ -136,6 +137,8 @@ def _summarize(setup: question.TrainingSetup) -> _ModelSummary:
             units = _units(request, model)
             run, reason = _proven_run(setup, model) if request.extrapolate and meshes.stages is None else (None, "")
             experts = question.expert_parameters(model, request)
+            optimizers = question.checked_optimizers(request)
+            names = matrix_names(model) if True in optimizers else ()
             num_parameters = sum(p.numel() * (request.size("ep") if p in experts else 1) for p in model.parameters())
             if not any(parameter.requires_grad for parameter in model.parameters()):
                 raise PlanError(f"{type(model).__name__} has no trainable parameters, so there is no step to plan.")
@@ -145,12 +148,16 @@ def _summarize(setup: question.TrainingSetup) -> _ModelSummary:
             if meshes.stages is not None:
                 places = range(request.size("pp"))
                 parts = {place: list(stages_on_rank(request, model, place).values()) for place in places}
-            shapes = {place: local_shapes(modules, without=experts) for place, modules in parts.items()}
-            stacked = {place: local_shapes(modules, only=experts) for place, modules in parts.items()}
-            held = sum(math.prod(shape) for place in shapes.values() for shape, _, _ in place)
-            whole = sum(p.numel() for p in model.parameters() if p not in experts)
+            matrices = {parameter for name, parameter in model.named_parameters() if name in names}
+            kinds = {p: (p in experts, p in matrices) for p in model.parameters()}
+            shapes = {
+                kind: {place: local_shapes(modules, kinds, kind) for place, modules in parts.items()}
+                for kind in set(kinds.values())
+            }
+            held = sum(math.prod(shape) for kind in shapes for place in shapes[kind].values() for shape, _, _ in place)
+            whole = sum(p.numel() for p in model.parameters())
             return _ModelSummary(
-                type(model).__name__, num_parameters, shapes, stacked, run, reason, held < whole, units
+                type(model).__name__, num_parameters, shapes, optimizers, run, reason, held < whole, units
             )
 
 
@@ -250,6 +257,8 @@ def _notes(request: MemoryRequest, summary: _ModelSummary) -> tuple[str, ...]:
         notes.append(summary.units)
     if summary.reason:
         notes.append(f"All blocks were simulated: {summary.reason}, so none can stand for another.")
+    if True in summary.optimizers:
+        notes.append(f"{NOTE}.")
     if request.size("ep") > 1:
         notes.append("Every expert gets as many tokens; buffers in which tokens travel are not included.")
     if request.size("cp") > 1:
@@ -294,18 +303,12 @@ def run_step(setup: question.TrainingSetup, rank: int, run: BlockRun | None = No
     with fake_world(rank, request.world_size):
         meshes = RankMeshes.of(request)
         with fake_tensors(), StorageLog(GLOO_COPIES if request.device == "cpu" else None) as log:
-            training = _training(setup, setup.model(run, depth), meshes)
+            training = make_training(setup, setup.model(run, depth), meshes)
             log.follow(training.model)
             with question.explain_failure("run", "check that inputs=, target= and loss= fit the model"):
                 training.make_states()
                 gc.collect()
                 return _logged(training, log, request)
-
-
-def _training(setup: question.TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:
-    if meshes.stages is not None:
-        return make_pipeline_training(setup, model, meshes)
-    return make_training(setup, shard_layers(setup, model, meshes), meshes)
 
 
 def _logged(training: Training, log: StorageLog, request: MemoryRequest) -> StepRun:

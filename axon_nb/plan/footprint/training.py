@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -24,18 +24,13 @@ from torch.optim import Optimizer
 from axon_nb.parallel.data.sharded_model import FSDP, _zero_redundancy
 from axon_nb.parallel.data.units import local_shard, offload_states
 from axon_nb.parallel.memory import CPUOffload, OptimizerKind, ShardingStrategy, local_optimizer, optimizer_states
-from axon_nb.parallel.pipeline.schedule import (
-    PipelineSchedule,
-    check_counts,
-    default_num_stages,
-    schedule_class,
-    stages_of_rank,
-)
+from axon_nb.parallel.pipeline import schedule as schedules
 from axon_nb.parallel.pipeline.stages import Section, balance, child_costs, split_sections
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.fake_world import mesh_of
 from axon_nb.plan.footprint.plan import MemoryRequest
 from axon_nb.plan.footprint.question import TrainingSetup, expert_modules, explain_failure, request_optimizer
+from axon_nb.plan.muon import groups, is_muon, matrix_names
 from axon_nb.plan.tracing.subject import NamedStage, checked_module_filter, part_costs, pipeline_parts
 from axon_nb.torch_api import torch_api
 
@@ -140,40 +135,44 @@ def shard_layers(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> 
     return model
 
 
-def local_shapes(
-    modules: Iterable[nn.Module],
-    *,
-    without: Container[nn.Parameter] = (),
-    only: Container[nn.Parameter] | None = None,
-) -> list[Shape]:
-    """Return the shapes of a rank's parameters before data ranks shard them."""
-    held = [parameter for module in modules for parameter in module.parameters() if parameter not in without]
-    parameters = [parameter for parameter in held if only is None or parameter in only]
+def local_shapes(modules: Iterable[nn.Module], kinds: Mapping[nn.Parameter, object], kind: object) -> list[Shape]:
+    """Return the shapes of a rank's parameters of a kind before data ranks shard them."""
+    parameters = [parameter for module in modules for parameter in module.parameters() if kinds[parameter] == kind]
     return [(tuple(local_shard(p).shape), p.dtype, p.requires_grad) for p in parameters]
 
 
 def make_training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:
-    """Shard or replicate a model as requested, and make its optimizer.
+    """Shard, replicate or split a model into stages as requested, and make its optimizer.
 
     Args:
         setup: What to run.
-        model: Made by `setup`, with sharded layers; changed in place.
+        model: Made by `setup`; changed in place.
         meshes: The ranks.
 
     Raises:
+        PlanError: an option does not work in a pipeline.
         UsageError: it cannot be sharded in this way.
     """
     request = setup.request
     is_replicated = request.strategy in ("ddp", "optimizer_state")
     kind = request_optimizer(request)
+    matrices = matrix_names(model) if is_muon(kind.make) else None
+
+    def parameters_of(held: nn.Module) -> list[Any]:
+        return list(held.parameters()) if matrices is None else groups(held, matrices)
+
+    if meshes.stages is not None:
+        return _pipeline_training(setup, model, meshes, lambda part: kind.make(parameters_of(part), **kind.options))
+    shard_layers(setup, model, meshes)
     args, target = setup.inputs(), setup.target()
     if request.is_unwrapped:
-        wrapped, optimizer = model, kind.make(list(model.parameters()), **kind.options)
+        wrapped, optimizer = model, kind.make(parameters_of(model), **kind.options)
     else:
         if meshes.experts is not None and not is_replicated:
             for module in expert_modules(model, request):
                 fully_shard(module, **_fsdp_options(request, meshes.experts))
-        wrapped, optimizer = (_in_ddp if is_replicated else _in_fsdp)(model, request, meshes.data, kind)
+        wrap = _in_ddp if is_replicated else _in_fsdp
+        wrapped, optimizer = wrap(model, request, meshes.data, kind, lambda: parameters_of(model))
     precise = request.mixed_precision is None or not is_replicated
     casting = contextlib.nullcontext if precise else functools.partial(_autocast, str(request.mixed_precision))
 
@@ -188,7 +187,11 @@ def make_training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) ->
 
 
 def _in_fsdp(
-    model: nn.Module, request: MemoryRequest, mesh: DeviceMesh, kind: OptimizerKind
+    model: nn.Module,
+    request: MemoryRequest,
+    mesh: DeviceMesh,
+    kind: OptimizerKind,
+    parameters: Callable[[], list[Any]],
 ) -> tuple[nn.Module, Optimizer]:
     wrapped = FSDP(
         model,
@@ -199,11 +202,15 @@ def _in_fsdp(
         cpu_offload=CPUOffload(request.cpu_offload),
         sync_parameters=False,
     )
-    return wrapped, wrapped.optimizer(kind.make, **kind.options)
+    return wrapped, wrapped.optimizer(kind.make, parameters(), **kind.options)
 
 
 def _in_ddp(
-    model: nn.Module, request: MemoryRequest, mesh: DeviceMesh, kind: OptimizerKind
+    model: nn.Module,
+    request: MemoryRequest,
+    mesh: DeviceMesh,
+    kind: OptimizerKind,
+    parameters: Callable[[], list[Any]],
 ) -> tuple[nn.Module, Optimizer]:
     """Wrap as `axon_nb.parallel.DDP` and `ZeRO1` do, without checking the other ranks' models."""
     sharded = request.strategy == "optimizer_state"
@@ -211,11 +218,10 @@ def _in_ddp(
     wrapped = DistributedDataParallel(model, process_group=group, init_sync=False, gradient_as_bucket_view=sharded)
     # The fake group's all-reduce does not return what DDP expects.
     wrapped.register_comm_hook(None, noop_hook)
-    parameters = list(model.parameters())
     if not sharded:
-        return wrapped, kind.make(parameters, **kind.options)
+        return wrapped, kind.make(parameters(), **kind.options)
     options: dict[str, Any] = {"parameters_as_bucket_view": True, **kind.options}
-    optimizer: Optimizer = _zero_redundancy()(parameters, optimizer_class=kind.make, process_group=group, **options)
+    optimizer: Optimizer = _zero_redundancy()(parameters(), optimizer_class=kind.make, process_group=group, **options)
     if request.cpu_offload == "optimizer_states":
         offload_states(optimizer, torch.device("cpu"))
     return wrapped, optimizer
@@ -244,16 +250,16 @@ def stages_on_rank(request: MemoryRequest, model: nn.Module, place: int) -> dict
         PlanError: the batch cannot be split in this way.
     """
     schedule, num_stages, count = _numbers(request)
-    check_counts(schedule, num_ranks=request.size("pp"), num_stages=num_stages, num_microbatches=count)
+    schedules.check_counts(schedule, num_ranks=request.size("pp"), num_stages=num_stages, num_microbatches=count)
     stages = all_stages(model, num_stages)
-    own_stages = stages_of_rank(schedule, place, num_ranks=request.size("pp"), num_stages=num_stages)
+    own_stages = schedules.stages_of_rank(schedule, place, num_ranks=request.size("pp"), num_stages=num_stages)
     return {index: stages[index] for index in own_stages}
 
 
-def _numbers(request: MemoryRequest) -> tuple[PipelineSchedule, int, int]:
+def _numbers(request: MemoryRequest) -> tuple[schedules.PipelineSchedule, int, int]:
     """The schedule, the number of stages and the number of microbatches."""
-    schedule = PipelineSchedule.of(request.schedule)
-    num_stages = default_num_stages(schedule, request.size("pp"))
+    schedule = schedules.PipelineSchedule.of(request.schedule)
+    num_stages = schedules.default_num_stages(schedule, request.size("pp"))
     count, batch = request.num_microbatches or num_stages, request.batch
     if batch % count:
         raise PlanError(
@@ -285,18 +291,10 @@ def _parts_of(stage: _Stage) -> dict[str, nn.Module]:
     return stage.parts if isinstance(stage, NamedStage) else dict(stage.named_children())
 
 
-def make_pipeline_training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:
-    """Make one pipeline rank, its stages sharded as in `Parallel3D`.
-
-    Args:
-        setup: What to run.
-        model: The whole model, made by `setup`.
-        meshes: The ranks.
-
-    Raises:
-        PlanError: an option does not work in a pipeline.
-        CommError: the model cannot be split in this way.
-    """
+def _pipeline_training(
+    setup: TrainingSetup, model: nn.Module, meshes: RankMeshes, optimizer_of: Callable[[nn.Module], Optimizer]
+) -> Training:
+    """Make one pipeline rank, its stages sharded as in `Parallel3D`."""
     assert meshes.stages is not None
     request = setup.request
     if request.mixed_precision is not None and request.num_sharers == 1:
@@ -315,8 +313,6 @@ def make_pipeline_training(setup: TrainingSetup, model: nn.Module, meshes: RankM
             _hold(part, name, child)
         if request.num_sharers > 1:
             _shard(stage, request, meshes)
-    kind = request_optimizer(request)
-    optimizer = kind.make(list(part.parameters()), **kind.options)
     stage_inputs = args if 0 in own_stages else ()
     stage_target = target if num_stages - 1 in own_stages else None
     on_phase: list[PhaseCallback] = []
@@ -327,7 +323,7 @@ def make_pipeline_training(setup: TrainingSetup, model: nn.Module, meshes: RankM
         with torch_api().static_stages():
             torch_api().run_schedule(driver, stage_inputs, stage_target)
 
-    return Training(part, optimizer, compute, (stage_inputs, stage_target))
+    return Training(part, optimizer_of(part), compute, (stage_inputs, stage_target))
 
 
 def _hold(owner: nn.Module, path: str, module: nn.Module) -> None:
@@ -375,7 +371,7 @@ def _driver(
     def loss_of(output: Any, stage_target: Any) -> torch.Tensor:
         return setup.loss(as_output(output), stage_target) / count
 
-    made = schedule_class(schedule)
+    made = schedules.schedule_class(schedule)
     return made(stages if schedule.has_many_stages else stages[0], count, loss_fn=loss_of, scale_grads=False)
 
 

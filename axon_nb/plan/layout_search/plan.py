@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.display import Shown, Table, format_ms, plotly_figure, state_paint, unit_for
+from axon_nb.plan.display import Shown, Table, format_ms, plotly_figure, state_paint, titled, unit_for
 from axon_nb.plan.layout_search.meshes import mesh_axes
 from axon_nb.records.units import format_bytes
 
@@ -161,12 +161,8 @@ class SearchPlan(Shown):
                 "hovertemplate": f"%{{text}}<br>%{{x:.4g}} {unit.name}, %{{y:.4g}} ms",
             }
             traces.append(trace)
-        layout = {
-            "title": {"text": self.title},
-            "xaxis": {"title": {"text": f"{unit.name} on the fullest rank"}, "type": "log", "tickvals": _TICKS},
-            "yaxis": {"title": {"text": "ms per step"}, "type": "log"},
-        }
-        figure = plotly_figure(traces, layout)
+        memory = titled(f"{unit.name} on the fullest rank", type="log", tickvals=_TICKS)
+        figure = plotly_figure(traces, titled(self.title, xaxis=memory, yaxis=titled("ms per step", type="log")))
         if self.limit_bytes:
             limit = {"color": state_paint("error"), "dash": "dash", "width": 1.5}
             text = f"{format_bytes(self.limit_bytes)} per rank"

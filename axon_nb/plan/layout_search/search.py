@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from axon_nb.errors import UsageError
 from axon_nb.parallel.data.units import Wrap
 from axon_nb.parallel.memory import OptimizerKind, ShardingStrategy, model_states
+from axon_nb.parallel.muon import Muon
 from axon_nb.parallel.pipeline.schedule import PipelineMemoryStats, PipelineSchedule
 from axon_nb.plan.arguments import (
     SINGLE_AXIS_STRATEGIES,
@@ -39,17 +40,11 @@ from axon_nb.plan.hardware import CARDS, FITTED, Link, Rates, resolve_links, res
 from axon_nb.plan.layout_search.meshes import AxisLimits, CandidateMesh, candidate_meshes, divisors
 from axon_nb.plan.layout_search.plan import Candidate, SearchPlan
 from axon_nb.plan.models import check_model, dtype_name, model_by_name
+from axon_nb.plan.muon import NOTE, is_muon
 from axon_nb.plan.pipeline import SchedulePlan
 from axon_nb.plan.process import run_in_process
 from axon_nb.plan.timing import pipeline_schedule, predict_step
-from axon_nb.plan.tracing.subject import (
-    ModelSource,
-    owner,
-    pipeline_parts,
-    resolve_dtype,
-    resolve_optimizer,
-    stacked_experts,
-)
+from axon_nb.plan.tracing import subject
 from axon_nb.plan.tracing.trace import ModelTrace, TraceInterpolator
 from axon_nb.plan.traffic.communication import ParallelLayout, traffic_of
 from axon_nb.plan.traffic.parallelism import LocalTensor
@@ -119,16 +114,23 @@ class _CachedOptimizerKind(OptimizerKind):
 
 def _states(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> int:
     make = layout.optimizer or torch.optim.AdamW
-    kind: OptimizerKind = layout.trace.cached(("states of", make), lambda: _CachedOptimizerKind(make))
+    kinds: dict[bool, OptimizerKind] = layout.trace.cached(
+        ("states of", make),
+        lambda: {
+            True: _CachedOptimizerKind(Muon),
+            False: _CachedOptimizerKind(torch.optim.AdamW if layout.matrices else make),
+        },
+    )
     strategy = ShardingStrategy.NO_SHARD if layout.strategy == "ddp" else ShardingStrategy(layout.strategy)
     return sum(
         model_states(
-            [(p.shape, p.dtype, p.requires_grad) for p in parameters if p.is_expert is experts],
+            [(p.shape, p.dtype, p.requires_grad) for p in held],
             strategy,
             world_size=layout.gradient_group(experts=experts)[1],
-            optimizer=kind,
+            optimizer=[kinds[p.name in layout.matrices] for p in held],
         ).total_bytes
         for experts in (False, True)
+        for held in ([p for p in parameters if p.is_expert is experts],)
     )
 
 
@@ -145,7 +147,7 @@ def _unsharded(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> tup
         if num_ranks[p.is_expert] == 1 and layout.mixed_precision is None:
             continue
         # Ranks along ep share experts with others than the rest of their block: a unit of their own.
-        name = f"{owner(p.name, layout.units)}{' experts' * p.is_expert}"
+        name = f"{subject.owner(p.name, layout.units)}{' experts' * p.is_expert}"
         computed = (layout.mixed_precision or p.dtype).itemsize
         units[name] = units.get(name, 0) + p.elements * computed
         if p.has_grad:
@@ -190,7 +192,7 @@ def _activations(layout: ParallelLayout, pp_rank: int) -> int:
     if layout.activation_checkpointing:
         inside: dict[str, int] = {}
         for keeper, size in saved.items():
-            block = owner(keeper, trace.blocks)
+            block = subject.owner(keeper, trace.blocks)
             inside[block] = inside.get(block, 0) + size
         outside = inside.pop("", 0)
         # Each block's input, as large as its output, is all that is kept of it.
@@ -390,10 +392,10 @@ def search(
     check_callable("loss", loss, "of the output (and the target, if there is one) to a scalar")
     check_callbacks(progress, cancel)
     samples = 2 * num_gpus if global_batch is None else global_batch
-    kinds, dtype = _strategies(strategies), resolve_dtype(mixed_precision)
+    kinds, dtype = _strategies(strategies), subject.resolve_dtype(mixed_precision)
     model = model_by_name(model)
-    source = ModelSource(model, inputs, target, loss, seq=seq)
-    make = resolve_optimizer(optimizer)
+    source = subject.ModelSource(model, inputs, target, loss, seq=seq)
+    make = subject.resolve_optimizer(optimizer)
     resolved = resolve_rates(("h100-tf32" if dtype is None else "h100") if rates is None else rates)
     wires = "h100" if links is None else links
     evaluator = _Evaluator(
@@ -448,7 +450,7 @@ def _stages(candidates: Iterable[Candidate], trace: ModelTrace | None) -> Iterat
     """Say what pipeline stages are made of, if the model is not a Sequential."""
     if trace is None or not any(one.pp > 1 and not one.reason for one in candidates):
         return
-    if parts := pipeline_parts(trace.model):
+    if parts := subject.pipeline_parts(trace.model):
         yield (
             f"pipeline stages of {type(trace.model).__name__} are parts of {parts[0]}, …, {parts[-1]} with about equal "
             "parameters; make them yourself for Pipeline.from_modules"
@@ -458,7 +460,7 @@ def _stages(candidates: Iterable[Candidate], trace: ModelTrace | None) -> Iterat
 class _Evaluator(Struct, frozen=True):
     """Evaluates layouts; holds what all of them share."""
 
-    source: ModelSource
+    source: subject.ModelSource
     optimizer: Callable[..., Optimizer] | None
     dtype: torch.dtype | None
     wrap: Any
@@ -518,7 +520,7 @@ class _Evaluator(Struct, frozen=True):
         for activation_checkpointing in (False, True):
             plan: SchedulePlan | None = None
             for strategy in self._strategies(plain.pp, plain.num_sharers):
-                if strategy == "optimizer_state" and plain.ep > 1:
+                if strategy == "optimizer_state" and (plain.ep > 1 or base.matrices):
                     continue  # `plan.memory` refuses it
                 layout = replace(base, strategy=strategy, activation_checkpointing=activation_checkpointing)
                 traffic = traffic_of(layout, self.links)
@@ -545,6 +547,8 @@ class _Evaluator(Struct, frozen=True):
                 axes.setdefault(str(link), []).append(axis)
             for text, names in axes.items():
                 yield f"{', '.join(names)}: {text}"
+        if is_muon(self.optimizer):
+            yield NOTE
         if "ep" in limits.shared:
             yield "every expert gets as many tokens; ranks along ep also have different samples"
         yield f"pipelines run {self.schedule.value}; their stages use shard_grad_op"
@@ -565,7 +569,7 @@ def _limits(traces: TraceInterpolator, samples: int, num_gpus: int, most: dict[s
         most: Largest number of ranks along each axis, as in `search`.
     """
     trace = traces.at(samples // math.gcd(samples, num_gpus))
-    experts = set(stacked_experts(trace.model).values())
+    experts = set(subject.stacked_experts(trace.model).values())
     positions = traces.source.positions if trace.attention else 0
     most_cp = positions // MIN_POSITIONS if most["cp"] is None else most["cp"]
     return AxisLimits(

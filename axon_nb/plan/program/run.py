@@ -12,7 +12,7 @@ import cloudpickle
 
 from axon_nb.errors import UsageError
 from axon_nb.plan.arguments import check_callbacks, check_int, check_number
-from axon_nb.plan.display import format_flops, format_ms, html_table, plotly_figure, text_table, unit_for
+from axon_nb.plan.display import bar, format_flops, format_ms, html_table, plotly_figure, text_table, titled, unit_for
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.hardware import CARDS, Link, Rates, link_between, resolve_links, resolve_rates
 from axon_nb.plan.process import Report, run_in_process
@@ -443,34 +443,23 @@ def figure_of_program(
     """
     unit = unit_for(sum(held.values()) for held in memory)
     right = 0.55 if parts else 1.0
-    layout: dict[str, Any] = {
-        "barmode": "stack",
-        "title": {"text": title},
-        "legend": {"traceorder": "normal"},
-        "xaxis": {"domain": [0.0, right], "type": "category"},
-        "yaxis": {"title": {"text": f"{unit.name} at the peak"}},
-    }
+    layout = titled(
+        title,
+        barmode="stack",
+        legend={"traceorder": "normal"},
+        xaxis={"domain": [0.0, right], "type": "category"},
+        yaxis=titled(f"{unit.name} at the peak"),
+    )
     if limit is not None:
         height = unit.of(round(limit))
         ends = {"x0": 0, "x1": right, "xref": "paper", "y0": height, "y1": height}
         layout["shapes"] = [{"type": "line", **ends, "line": {"color": LIMIT.both, "dash": "dash"}}]
-    bars: list[dict[str, Any]] = [
-        {"type": "bar", "name": line, "x": names, "y": [unit.of(size) for size in sizes]}
-        for line, sizes in _by_line(memory).items()
-    ]
+    bars = [bar(line, names, [unit.of(size) for size in sizes]) for line, sizes in _by_line(memory).items()]
     if parts:
         layout["xaxis2"] = {"domain": [0.68, 1.0], "anchor": "y2", "type": "category"}
-        layout["yaxis2"] = {"title": {"text": "ms per step"}, "anchor": "x2"}
+        layout["yaxis2"] = titled("ms per step", anchor="x2")
         bars += [
-            {
-                "type": "bar",
-                "name": part,
-                "x": names,
-                "y": [1e3 * spent[part] for spent in parts],
-                "xaxis": "x2",
-                "yaxis": "y2",
-                "marker": {"color": paint},
-            }
+            bar(part, names, [1e3 * spent[part] for spent in parts], paint, xaxis="x2", yaxis="y2")
             for part, paint in _PAINTS.items()
             if any(spent[part] for spent in parts)
         ]

@@ -19,8 +19,10 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.data.units import equal_row, num_parameters
 from axon_nb.parallel.memory import matches
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
+from axon_nb.parallel.muon import Muon
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.models import CapturedModel, HuggingFaceModel, next_token_loss
+from axon_nb.plan.muon import MuonAndAdamW
 
 
 def first_line(error: Exception) -> str:
@@ -227,11 +229,15 @@ def _without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 def resolve_optimizer(optimizer: Any) -> Callable[..., Optimizer] | None:
     """Return what creates an optimizer: the callable given, or the class of that name in `torch.optim`; or None.
 
+    Muon, by name or as the class of `axon_nb.parallel`, is `MuonAndAdamW`: most models have more than matrices.
+
     Raises:
         PlanError: there is no such optimizer, or it is neither a name nor callable.
     """
     if isinstance(optimizer, Optimizer):
         raise PlanError(f"optimizer must be a class or a name, not an instance; got a {type(optimizer).__name__}.")
+    if optimizer is Muon or (isinstance(optimizer, str) and optimizer.lower() == "muon"):
+        return MuonAndAdamW
     if optimizer is None or (callable(optimizer) and not isinstance(optimizer, str)):
         made: Callable[..., Optimizer] | None = optimizer
         return made

@@ -21,6 +21,7 @@ from torch.utils.module_tracker import ModuleTracker
 from axon_nb.errors import UsageError
 from axon_nb.parallel.data.units import describe_units, make_units
 from axon_nb.plan.hardware import Work
+from axon_nb.plan.muon import groups, is_muon, matrix_names
 from axon_nb.plan.tracing.fake_tensors import WithoutCuda, as_with_data, patched_apply, without_tracebacks
 from axon_nb.plan.tracing.operations import OpCounter, tensors_in
 from axon_nb.plan.tracing.subject import ModelSource, checked_module_filter, equal_blocks, first_line
@@ -179,6 +180,9 @@ def _step(
         for target, other in zip(model.parameters(), computed.parameters(), strict=True):
             target.grad = None if other.grad is None else torch.zeros_like(target)
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    if is_muon(optimizer):  # by formula: `axon_nb.plan.muon`
+        trained = [p for p in groups(model, matrix_names(model))[1]["params"] if p.grad is not None]
+        optimizer = torch.optim.AdamW
     if not trained:
         return
     made = optimizer(trained)

@@ -18,7 +18,7 @@ from axon_nb.parallel.data.units import Wrap, describe_units, make_units
 from axon_nb.parallel.memory import ShardingStrategy
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.parallel.tensor.parallelize import STYLES, automatic_plan, check_divisible
-from axon_nb.plan import arguments
+from axon_nb.plan import arguments, muon
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.hardware import CARDS, FITTED, Link, Shares, link_between, resolve_links
 from axon_nb.plan.models import model_by_name
@@ -32,6 +32,7 @@ from axon_nb.plan.tracing.subject import (
 )
 from axon_nb.plan.tracing.trace import ModelTrace, trace_model
 from axon_nb.plan.traffic import parallelism as data
+from axon_nb.plan.traffic.muon import step_traffic
 from axon_nb.plan.traffic.parallelism import (
     LocalTensor,
     StageAssignment,
@@ -134,6 +135,8 @@ def _notes(layout: ParallelLayout) -> Iterator[str]:
         yield "every expert gets as many tokens; experts are sharded as a unit of their own"
     if layout.size("cp") > 1:
         yield "keys and values go round the ring of cp once in forward, and once in backward with their gradients"
+    if layout.matrices:
+        yield muon.NOTE
     if layout.stages is not None:
         yield "pipeline ranks receive as much as they send; time is counted at the sender"
 
@@ -174,10 +177,11 @@ def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
     yield from rows
     if layout.activation_checkpointing:
         yield from _recomputed(rows)
-    if layout.size(*GRADIENT_AXES) > 1:
-        for pp_rank, here in enumerate(layout.parameters_by_pp_rank):
+    for pp_rank, here in enumerate(layout.parameters_by_pp_rank):
+        if layout.size(*GRADIENT_AXES) > 1:
             for row in _data_rows(layout, here):
                 yield replace(row, pp_rank=pp_rank)
+        yield from step_traffic(layout, pp_rank)
     if stages is not None:
         yield from pipeline_traffic(layout.trace, stages, shares=layout.boundary_shares, positions=layout.size("cp"))
         if tp > 1:
@@ -360,11 +364,24 @@ class ParallelLayout:
         rest["mixed_precision"] = resolve_dtype(rest.pop("mixed_precision", None))
         _check_values(options, mesh)
         source = ModelSource(model_by_name(model), **subject)
-        return cls(source, mesh, strategy, optimizer=resolve_optimizer(optimizer), **rest, **fields)
+        make = resolve_optimizer(optimizer)
+        if strategy == "optimizer_state" and muon.is_muon(make):
+            raise PlanError(muon.NOT_ZERO_1)
+        return cls(source, mesh, strategy, optimizer=make, **rest, **fields)
 
     def size(self, *axes: str) -> int:
         """Product of the sizes of these axes; a missing axis counts as 1."""
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
+
+    @cached_property
+    def matrices(self) -> frozenset[str]:
+        """Names of the parameters that Muon updates; empty: it is another optimizer."""
+        return muon.matrix_names(self.trace.model) if muon.is_muon(self.optimizer) else frozenset()
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each whole parameter."""
+        return {name: tuple(parameter.shape) for name, parameter in self.trace.parameters}
 
     @cached_property
     def parameters(self) -> list[LocalTensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.display import Shown, Table, format_ms, plotly_figure, unit_for
+from axon_nb.plan.display import Shown, Table, bar, format_ms, plotly_figure, titled, unit_for
 from axon_nb.plan.hardware import Link, rounds_and_volume
 from axon_nb.records.spans import Span
 from axon_nb.records.units import format_bytes
@@ -19,29 +19,25 @@ GRADIENT_AXES = ("replicate", "dp", "shard", "ep", "cp")
 """Axes along which ranks have different samples, or positions of a sequence, and average their gradients."""
 _HEAD = ("axis", "ranks", "collective", "phase", "purpose", "calls", "bytes", "sent per rank", "time, ms")
 _MIB = 1024.0 * 1024.0
-# torch's operation names, which differ between versions, and whether a span's bytes are those of one rank's shard.
-OPERATIONS = {
-    "_allgather_base": ("all_gather", False),
-    "_reduce_scatter_base": ("reduce_scatter", True),
-    "all_gather_single": ("all_gather", False),
-    "all_gather_single_coalesced": ("all_gather", False),
-    "all_to_all_single": ("all_to_all", False),
-    "allgather": ("all_gather", False),
-    "allgather_coalesced": ("all_gather", False),
-    "allgather_into_tensor_coalesced": ("all_gather", False),
-    "allreduce": ("all_reduce", False),
-    "allreduce_coalesced": ("all_reduce", False),
-    "alltoall": ("all_to_all", False),
-    "alltoall_base": ("all_to_all", False),
-    "barrier": ("barrier", False),
-    "broadcast": ("broadcast", False),
-    "recv": ("recv", False),
-    "reduce_scatter": ("reduce_scatter", True),
-    "reduce_scatter_single": ("reduce_scatter", True),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", True),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", True),
-    "send": ("send", False),
-}
+_NAMES = {
+    "all_gather": (
+        "_allgather_base", "all_gather_single", "all_gather_single_coalesced", "allgather", "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+    ),
+    "all_reduce": ("allreduce", "allreduce_coalesced"),
+    "all_to_all": ("all_to_all_single", "alltoall", "alltoall_base"),
+    "barrier": ("barrier",),
+    "broadcast": ("broadcast",),
+    "recv": ("recv",),
+    "reduce_scatter": (
+        "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
+        "reduce_scatter_tensor_coalesced",
+    ),
+    "send": ("send",),
+}  # fmt: skip
+"""torch's names of each operation, which differ between versions."""
+OPERATIONS = {name: (kind, kind == "reduce_scatter") for kind, names in _NAMES.items() for name in names}
+"""By torch's name: the operation, and whether a span's bytes are those of one rank's shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,20 +208,18 @@ class CommunicationPlan(Shown):
         )
         rows = [row for row in self.select(pp_rank=busiest) if row.operation != "recv"]
         bars = [
-            {
-                "type": "bar",
-                "name": operation,
-                "x": [f"{row.axis}, {row.phase}" for row in rows if row.operation == operation],
-                "y": [value(row) for row in rows if row.operation == operation],
-                "customdata": [row.purpose for row in rows if row.operation == operation],
-                "hovertemplate": "%{customdata}<br>%{y:.4g}",
-            }
+            bar(
+                operation,
+                [f"{row.axis}, {row.phase}" for row in own],
+                [value(row) for row in own],
+                customdata=[row.purpose for row in own],
+                hovertemplate="%{customdata}<br>%{y:.4g}",
+            )
             for operation in dict.fromkeys(row.operation for row in rows)
+            for own in [[row for row in rows if row.operation == operation]]
         ]
         unit = "ms" if timed else f"{sent.name} sent per rank"
-        return plotly_figure(
-            bars, {"barmode": "stack", "title": {"text": self.title}, "yaxis": {"title": {"text": unit}}}
-        )
+        return plotly_figure(bars, titled(self.title, barmode="stack", yaxis=titled(unit)))
 
     def _summary(self) -> str:
         parts = []

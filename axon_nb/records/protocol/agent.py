@@ -216,24 +216,7 @@ def command_name(kind: type[Command[Any]]) -> str:
     return _snake_case(kind.__name__)
 
 
-_COMMANDS: dict[str, type[Command[Any]]] = {
-    command_name(kind): kind
-    for kind in (
-        Hello,
-        GetInfo,
-        SetInfo,
-        ReportActivity,
-        Fork,
-        Signal,
-        ServeStore,
-        ServeHosts,
-        CompareFiles,
-        WriteFile,
-        ReadGpus,
-        ReserveGpus,
-        Stop,
-    )
-}
+_COMMANDS: dict[str, type[Command[Any]]] = {command_name(kind): kind for kind in Command.__subclasses__()}
 
 
 def command_kind(name: object) -> type[Command[Any]] | None:

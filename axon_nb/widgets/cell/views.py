@@ -69,7 +69,6 @@ class RankStrip(View):
         self.in_terminal = False
         """Whether it is printed at the end."""
         super().__init__(config=_config(ranks, title))
-        self.on_msg(self._on_message)
 
     def start(self) -> None:
         """Show the strip in the running cell; its clock starts now. In a terminal it is printed at the end."""
@@ -128,9 +127,9 @@ class RankStrip(View):
                 state["snapshot"] = self._encode(starts=[0] * len(self._histories))
         return state
 
-    def _on_message(self, _: object, content: dict[str, Any], buffers: object) -> None:
-        # The browser missed a message: the next one contains everything.
-        if content.get("op") == "resend":
+    def on_message(self, message: dict[str, Any]) -> None:
+        """Send everything in the next message if the browser missed one."""
+        if message.get("op") == "resend":
             with self._lock:
                 for history in self._histories.values():
                     history.changed_from = 0

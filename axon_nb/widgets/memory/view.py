@@ -5,7 +5,6 @@ The saved page has pictures, a table and text, which need neither a kernel nor s
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -22,20 +21,7 @@ from axon_nb.records.memory import ROLES, WITH_MOMENTUM, MemoryPrediction, Memor
 from axon_nb.records.units import format_bytes
 from axon_nb.widgets import html
 from axon_nb.widgets.assets import script, style
-from axon_nb.widgets.memory.rows import (
-    NEAR,
-    Bar,
-    Cell,
-    MemoryRow,
-    MemoryRows,
-    Scale,
-    Tick,
-    bars_legend,
-    describe_roles,
-    figures,
-    notice,
-    stacked_bar,
-)
+from axon_nb.widgets.memory import rows as memory_rows
 from axon_nb.widgets.panel import LivePanel, LiveView
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -85,7 +71,7 @@ class LabelledBar(Struct, frozen=True):
     """One bar of a prediction."""
 
     label: str
-    bar: Bar
+    bar: memory_rows.Bar
 
 
 def what_if_content(state: WhatIfState, capacity: int | None) -> dict[str, Any]:
@@ -142,18 +128,21 @@ def prediction_bars(state: WhatIfState, capacity: int | None) -> list[LabelledBa
     uses = [(f"{label}, {moment}", use) for label, prediction in shown for moment, use in _moments(prediction)]
     scale = _what_if_scale(state, capacity)
     mark = None if scale.capacity is None else scale.share(scale.capacity)
-    return [LabelledBar(label, stacked_bar(use, scale, None, mark, describe_roles(use))) for label, use in uses]
+    return [
+        LabelledBar(label, memory_rows.stacked_bar(use, scale, None, mark, memory_rows.describe_roles(use)))
+        for label, use in uses
+    ]
 
 
-def _what_if_scale(state: WhatIfState, capacity: int | None) -> Scale:
+def _what_if_scale(state: WhatIfState, capacity: int | None) -> memory_rows.Scale:
     """Return the axis of the bars; if all are far below the capacity, it ends before it."""
     predictions = [prediction for prediction in (state.reference, state.estimate) if prediction is not None]
     sizes = [sum(use.values()) for prediction in predictions for _, use in _moments(prediction)]
     is_far = capacity is not None and capacity > _FAR * max(sizes, default=0)
-    return Scale.of(sizes, None if is_far else capacity)
+    return memory_rows.Scale.of(sizes, None if is_far else capacity)
 
 
-def _changes(state: WhatIfState, scale: Scale) -> list[dict[str, Any]]:
+def _changes(state: WhatIfState, scale: memory_rows.Scale) -> list[dict[str, Any]]:
     """Return the memory of each role now and as proposed, at the peak if that is known; empty: nothing to compare."""
     if state.reference is None or state.estimate is None or state.setup == state.as_is:
         return []
@@ -183,7 +172,7 @@ def _verdict(state: WhatIfState, capacity: int | None) -> dict[str, str] | None:
     text = f"{format_bytes(highest)} of {format_bytes(capacity)}"
     if left < 0:
         return {"claim": "It does not fit.", "text": f"{text}: {format_bytes(-left)} too much.", "state": "error"}
-    near = highest >= NEAR * capacity
+    near = highest >= memory_rows.NEAR * capacity
     claim = "It fits, but barely." if near else "It fits."
     return {"claim": claim, "text": f"{text}, {format_bytes(left)} left.", "state": "warn" if near else "ok"}
 
@@ -246,7 +235,7 @@ def what_if_lines(state: WhatIfState) -> list[str]:
     return [f"plan: {_what_if_heading(state)}", *bars]
 
 
-def what_if_html(state: WhatIfState, picture: Callable[[Bar], str]) -> str:
+def what_if_html(state: WhatIfState, picture: Callable[[memory_rows.Bar], str]) -> str:
     """Return the last prediction for a page without scripts.
 
     Args:
@@ -267,7 +256,7 @@ def what_if_html(state: WhatIfState, picture: Callable[[Bar], str]) -> str:
     return f'<div style="margin-top:6px"><b>plan</b> {heading}</div>{html.table((), rows)}'
 
 
-def bar_svg(bar: Bar, *, width: int, height: int) -> str:
+def bar_svg(bar: memory_rows.Bar, *, width: int, height: int) -> str:
     """Draw a bar with its marks: a line at the highest use, a dashed line at the capacity."""
     shapes, left = [f'<path d="M0 {height - 0.5}h{width}" stroke="{INK}" stroke-opacity=".4"/>'], 0.0
     for role, share in bar.segments:
@@ -292,7 +281,7 @@ def _box(role: str, x: float, width: float, height: int) -> str:
     return f'<rect x="{x:.1f}" width="{width - gap:.2f}" height="{height}" fill="{ROLE_COLORS[role].both}"/>'
 
 
-def memory_bundle(rows: MemoryRows, state: WhatIfState | None = None) -> dict[str, str]:
+def memory_bundle(rows: memory_rows.MemoryRows, state: WhatIfState | None = None) -> dict[str, str]:
     """Return `text/html` and `text/plain`, with the last prediction if there is one."""
     state = state or WhatIfState()
     predicted = {role for labelled in prediction_bars(state, None) for role, _ in labelled.bar.segments}
@@ -301,7 +290,7 @@ def memory_bundle(rows: MemoryRows, state: WhatIfState | None = None) -> dict[st
     return {"text/html": page, "text/plain": "\n".join([_page_text(rows), *what_if_lines(state)])}
 
 
-def _page_text(rows: MemoryRows) -> str:
+def _page_text(rows: memory_rows.MemoryRows) -> str:
     lines = []
     for row in rows.rows():
         bars = [row.measured, *([row.estimated] if row.estimated else []), row.process]
@@ -309,26 +298,26 @@ def _page_text(rows: MemoryRows) -> str:
     return "\n".join([rows.heading, *lines, *rows.notes()])
 
 
-def _page_html(rows: MemoryRows, roles: Sequence[str], what_if: str) -> str:
+def _page_html(rows: memory_rows.MemoryRows, roles: Sequence[str], what_if: str) -> str:
     samples = html.legend([(role_swatch(role), role) for role in roles], width=12, height=12, margin="right")
     shown = rows.rows()
     notes = [*([f"rest: {rows.rest}"] if rows.rest else []), *rows.notes()]
     if len(shown) > _MAX_PAGE_RANKS:
         notes.append(f"{len(shown) - _MAX_PAGE_RANKS} more ranks are left out here.")
-    numbers = html.figures((figure["name"], figure["value"], figure["remark"]) for figure in figures(rows))
-    warning = notice(rows)
+    numbers = html.figures((figure["name"], figure["value"], figure["remark"]) for figure in memory_rows.figures(rows))
+    warning = memory_rows.notice(rows)
     pictures = [*map(_picture_row, shown[:_MAX_PAGE_RANKS]), _axis_row(rows.scale.ticks)]
     bars = html.table((), pictures, style=html.table_style(widths=(480, 1400)))
     by_rank = html.table(
         (f"rank, {rows.scale.unit}", *rows.columns), map(_number_row, shown[:_MAX_PAGE_RANKS]), cell=html.NUMBER
     )
-    legend = f'<div>{samples}<span style="{html.MUTED}">{bars_legend(rows)}</span></div>'
+    legend = f'<div>{samples}<span style="{html.MUTED}">{memory_rows.bars_legend(rows)}</span></div>'
     warned = html.notice(*warning) if warning else ""
     body = f"{numbers}{warned}{legend}{bars}{by_rank}{html.note_lines(notes)}{what_if}"
     return html.figure(body, heading=rows.heading)
 
 
-def _picture_row(row: MemoryRow) -> str:
+def _picture_row(row: memory_rows.MemoryRow) -> str:
     pictures = _picture(row.measured, 16) + (_picture(row.estimated, 5) if row.estimated else "")
     flag = f' <b title="{escape(row.flag)}">⚠</b>' if row.flag else ""
     return html.table_row(
@@ -338,12 +327,12 @@ def _picture_row(row: MemoryRow) -> str:
     )
 
 
-def _number_row(row: MemoryRow) -> str:
+def _number_row(row: memory_rows.MemoryRow) -> str:
     cells = html.data_cells([cell.text for cell in row.cells], html.NUMBER)
     return html.table_row(html.row_title(f"rank {row.rank}"), cells)
 
 
-def _axis_row(ticks: Sequence[Tick]) -> str:
+def _axis_row(ticks: Sequence[memory_rows.Tick]) -> str:
     """Return ticks as cells of a table, whose text takes the page's colours; each label ends at its tick."""
     before, cells = 0.0, []
     for tick in ticks[1:]:
@@ -357,7 +346,7 @@ def _axis_row(ticks: Sequence[Tick]) -> str:
     return html.table_row(f'<td style="{html.CELL}"></td><td style="{html.CELL}">{axis}</td>')
 
 
-def _picture(bar: Bar, height: int) -> str:
+def _picture(bar: memory_rows.Bar, height: int) -> str:
     text = escape(bar.text)
     source = html.svg_uri(bar_svg(bar, width=_BAR_WIDTH, height=height))
     return (
@@ -382,14 +371,12 @@ class MemoryView(LiveView):
     """The scenario and its prediction; empty: the view offers no scenarios."""
 
     def __init__(self, title: str, request_plan: Callable[[Mapping[str, Any] | None], object] | None = None) -> None:
-        self._rows = MemoryRows(title)
+        self._rows = memory_rows.MemoryRows(title)
         self._state = WhatIfState()
         self._request_plan = request_plan
         super().__init__()
         if request_plan is not None:
             self.what_if = what_if_content(self._state, None)
-        view_ref = weakref.ref(self)
-        self.on_msg(lambda _, message, buffers: _on_what_if(view_ref, message))
 
     def show(self, replies: MemorySnapshot) -> None:
         """Show the ranks' replies; from any thread."""
@@ -412,6 +399,13 @@ class MemoryView(LiveView):
         with self._lock:
             return memory_bundle(self._rows, self._state)
 
+    def on_message(self, message: dict[str, Any]) -> None:
+        """Handle a heartbeat or another scenario."""
+        super().on_message(message)
+        if message.get("op") == "what_if" and self._request_plan is not None:
+            setup = message.get("setup")
+            self._request_plan(setup if isinstance(setup, dict) else None)
+
     def make_content(self) -> dict[str, Any]:
         """Return the bars; their lengths are shares of the scale."""
         rows = self._rows.rows()
@@ -420,9 +414,9 @@ class MemoryView(LiveView):
         return {
             "heading": self._rows.heading,
             "context": self._rows.context,
-            "figures": figures(self._rows),
-            "notice": notice(self._rows),
-            "legend": bars_legend(self._rows),
+            "figures": memory_rows.figures(self._rows),
+            "notice": memory_rows.notice(self._rows),
+            "legend": memory_rows.bars_legend(self._rows),
             "roles": self._rows.roles,
             "ticks": [to_builtins(tick) for tick in self._rows.scale.ticks],
             "columns": self._rows.columns,
@@ -433,7 +427,7 @@ class MemoryView(LiveView):
         }
 
 
-def _live_row(row: MemoryRow) -> dict[str, Any]:
+def _live_row(row: memory_rows.MemoryRow) -> dict[str, Any]:
     """Return a row without what is empty, which is most of many ranks."""
     return {
         **to_builtins(row),
@@ -441,13 +435,15 @@ def _live_row(row: MemoryRow) -> dict[str, Any]:
         "estimated": row.estimated and _live_bar(row.estimated),
         "process": {"text": row.process.text},
         "cells": [
-            cell.text if cell == Cell(cell.text) else {name: value for name, value in asdict(cell).items() if value}
+            cell.text
+            if cell == memory_rows.Cell(cell.text)
+            else {name: value for name, value in asdict(cell).items() if value}
             for cell in row.cells
         ],
     }
 
 
-def _live_bar(bar: Bar) -> dict[str, Any]:
+def _live_bar(bar: memory_rows.Bar) -> dict[str, Any]:
     marks = {
         "segments": [(role, round(share, 4)) for role, share in bar.segments],
         "peak": bar.peak and round(bar.peak, 4),
@@ -456,13 +452,6 @@ def _live_bar(bar: Bar) -> dict[str, Any]:
         "labels": bar.labels,
     }
     return {name: value for name, value in marks.items() if value}
-
-
-def _on_what_if(view_ref: weakref.ref[MemoryView], message: dict[str, Any]) -> None:
-    view = view_ref()
-    if view is not None and message.get("op") == "what_if" and view._request_plan is not None:
-        setup = message.get("setup")
-        view._request_plan(setup if isinstance(setup, dict) else None)
 
 
 class MemoryPanel(LivePanel):

@@ -6,7 +6,7 @@ Pictures look right on light and dark pages. In those of the page, text is left 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from html import escape
 from statistics import fmean
 from typing import Any
@@ -317,16 +317,17 @@ def _picture(
 
 
 def _legend(table: SpanTable) -> str:
-    seen = {table.labels[label][0] for label in np.unique(table.columns["label"])}
-    if (table.columns["late"] > 0).any():
-        seen.add("wait")
-    if (table.columns["stage"] >= 0).any():
-        seen.add("bubble")
-    if "cell" in seen:
-        seen.add("other")
-    paints = [paint for paint in html.SPAN_PAINTS if paint.kind in seen and paint.lane >= 0]
-    samples = html.legend(((swatch_svg(paint), paint.label) for paint in paints), margin="right")
+    bubbles = {"bubble"} if (table.columns["stage"] >= 0).any() else set()
+    paints = [(swatch_svg(paint), paint.label) for paint in _seen_paints(table, bubbles)]
+    samples = html.legend(paints, margin="right")
     return f'<div style="margin:2px 0 4px">{samples}</div>'
+
+
+def _seen_paints(table: SpanTable, more: Collection[str] = ()) -> list[html.SpanPaint]:
+    seen = {table.labels[label][0] for label in np.unique(table.columns["label"])} | set(more)
+    seen |= {"other"} if "cell" in seen else set()
+    seen |= {"wait"} if (table.columns["late"] > 0).any() else set()
+    return [paint for paint in html.SPAN_PAINTS if paint.kind in seen and paint.lane >= 0]
 
 
 def _step_html(step: PipelineStep) -> str:
@@ -405,13 +406,8 @@ def _ticks(seconds: float) -> Iterator[float]:
 
 
 def _picture_legend(table: SpanTable, top: float) -> Iterator[str]:
-    seen = {table.labels[label][0] for label in np.unique(table.columns["label"])}
-    seen |= {"other"} if "cell" in seen else set()
-    seen |= {"wait"} if (table.columns["late"] > 0).any() else set()
     left = float(_PICTURE_LEFT)
-    for paint in html.SPAN_PAINTS:
-        if paint.lane < 0 or paint.kind not in seen:
-            continue
+    for paint in _seen_paints(table):
         yield _nested(swatch_svg(paint), f'<svg x="{left:g}" y="{top:g}" width="18" height="10"')
         yield _picture_text(paint.label, left + 23, top + 9)
         left += 40 + 6.4 * len(paint.label)

@@ -150,9 +150,6 @@ class TimelineView(View):
         with contextlib.suppress(RuntimeError):
             self._loop = asyncio.get_running_loop()
         super().__init__(config={"ranks": self._ranks, "title": title, "paints": paints_for_page()})
-        # A weak reference, so that the callback does not keep an unused view alive.
-        view_ref = weakref.ref(self)
-        self.on_msg(lambda _, message, buffers: _on_message(view_ref, message))
 
     @property
     def watched(self) -> bool:
@@ -354,12 +351,6 @@ class TimelineView(View):
             return self.table()
         ends = [time_ns for time_ns in (end, self._until_ns) if time_ns is not None]
         return self._feed.store.ending_after(start, self._begin).between(start, min(ends, default=None))
-
-
-def _on_message(view_ref: weakref.ref[TimelineView], message: dict[str, Any]) -> None:
-    view = view_ref()
-    if view is not None:
-        view.on_message(message)
 
 
 class TimelinePanel(Panel):

@@ -22,16 +22,7 @@ from axon_nb.records.units import format_bytes, format_seconds
 from axon_nb.widgets import html
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.panel import LivePanel, LiveView
-from axon_nb.widgets.watch.store import (
-    MAX_CURVES,
-    JobStore,
-    MergedBar,
-    Point,
-    RankRow,
-    Series,
-    format_rate,
-    pack_points,
-)
+from axon_nb.widgets.watch import store as job_store
 
 WIDTH, HEIGHT = 300, 90
 """Of the picture, in units."""
@@ -64,7 +55,7 @@ class Axis(Struct, frozen=True):
         return max(0.0, min(1.0, value / 2 / length - self.low / 2 / length))
 
 
-def value_axis(points: Sequence[Point], kind: str) -> Axis:
+def value_axis(points: Sequence[job_store.Point], kind: str) -> Axis:
     """Return the axis of a curve; that of rates, shares and bytes begins at zero.
 
     Args:
@@ -102,13 +93,15 @@ def _binary_unit(size: float) -> float:
     return float(1024 ** max(0, int(math.log(max(1.0, size), 1024) + 1e-9)))
 
 
-def is_stepped(points: Sequence[Point]) -> bool:
+def is_stepped(points: Sequence[job_store.Point]) -> bool:
     """Whether a value holds for several steps and then changes, as a learning rate that a schedule sets does."""
     changes = sum(before.mean != after.mean for before, after in pairwise(points))
     return len(points) > 3 and 0 < changes <= len(points) / 3
 
 
-def chart_svg(points: Sequence[Point], axis: Axis, color: str, earlier: Sequence[Sequence[Point]] = ()) -> str:
+def chart_svg(
+    points: Sequence[job_store.Point], axis: Axis, color: str, earlier: Sequence[Sequence[job_store.Point]] = ()
+) -> str:
     """Draw the mean as a line, with a band around it from the lowest to the highest rank, and earlier lines pale."""
     first, last = _ends([points, *earlier])
     length = (last - first) or 1.0
@@ -147,20 +140,20 @@ def chart_svg(points: Sequence[Point], axis: Axis, color: str, earlier: Sequence
     )
 
 
-def _ends(lines: Sequence[Sequence[Point]]) -> tuple[float, float]:
+def _ends(lines: Sequence[Sequence[job_store.Point]]) -> tuple[float, float]:
     steps = [end.step for line in lines for end in (*line[:1], *line[-1:])]
     return (min(steps), max(steps)) if steps else (0.0, 1.0)
 
 
 def chart_html(
-    points: Sequence[Point],
+    points: Sequence[job_store.Point],
     axis: Axis,
     color: str,
     *,
     alt: str,
     y_text: Callable[[float], str],
     x_texts: Sequence[str],
-    earlier: Sequence[Sequence[Point]] = (),
+    earlier: Sequence[Sequence[job_store.Point]] = (),
 ) -> str:
     """Return the picture with its labels.
 
@@ -200,12 +193,12 @@ def _format_share(value: float) -> str:
 FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
     "communication": ("share", _format_share),
     "memory": ("bytes", lambda value: format_bytes(int(value))),
-    "steps/s": ("rate", format_rate),
+    "steps/s": ("rate", job_store.format_rate),
 }
 """How measured numbers are formatted: the kind, as JavaScript knows it, and a function. Others are plain numbers."""
 
 
-def heading(store: JobStore) -> str:
+def heading(store: job_store.JobStore) -> str:
     """Return text such as ``4 ranks, In [5] is running: 12.3 steps/s, 31 % of the time in communication``."""
     count = len(store.rows())
     ranks = f"{count} rank{'' if count == 1 else 's'}"
@@ -217,28 +210,28 @@ def heading(store: JobStore) -> str:
     state += f", slowed: {store.slowed}" if store.slowed else ""
     facts = []
     if store.steps_per_s is not None:
-        facts.append(f"{format_rate(store.steps_per_s)} steps/s")
+        facts.append(f"{job_store.format_rate(store.steps_per_s)} steps/s")
     if store.items_per_s is not None:
-        facts.append(f"{format_rate(store.items_per_s)} items/s")
+        facts.append(f"{job_store.format_rate(store.items_per_s)} items/s")
     if store.communication is not None:
         facts.append(f"{_format_share(store.communication)} of the time in communication")
     return f"{ranks}, {state}{': ' if facts else ''}{', '.join(facts)}"
 
 
-def context(store: JobStore) -> str:
+def context(store: job_store.JobStore) -> str:
     """Return text such as ``In [5] · 4 ranks · 394 items/s``."""
     count = len(store.rows())
     ended = f"In [{store.last_cell}] has ended" if store.last_cell else "no cell is running"
     parts = [f"In [{store.cell}]" if store.cell else "a cell" if store.cell == 0 else ended]
     parts.append(f"{count} rank{'' if count == 1 else 's'}")
     if store.items_per_s is not None:
-        parts.append(f"{format_rate(store.items_per_s)} items/s")
+        parts.append(f"{job_store.format_rate(store.items_per_s)} items/s")
     if store.slowed:
         parts.append(f"slowed: {store.slowed}")
     return " · ".join(parts)
 
 
-def series_value(series: Series, *, measured: bool) -> tuple[str, str]:
+def series_value(series: job_store.Series, *, measured: bool) -> tuple[str, str]:
     """Return the mean over ranks now, and its range; that is empty if they agree."""
     now = series.now
     if now is None:
@@ -248,7 +241,7 @@ def series_value(series: Series, *, measured: bool) -> tuple[str, str]:
     return formatted(now.mean), "" if low == high else f"ranks {low} – {high}"
 
 
-def series_text(series: Series, *, measured: bool) -> str:
+def series_text(series: job_store.Series, *, measured: bool) -> str:
     """Describe what a curve shows now, such as ``2.306 at step 120 (2.29 on rank 1 to 2.35 on rank 3)``."""
     now = series.now
     if now is None:
@@ -258,37 +251,37 @@ def series_text(series: Series, *, measured: bool) -> str:
     return f"{formatted(now.mean)}{at}{_spread(series, now, formatted)}"
 
 
-def _spread(series: Series, now: Point, formatted: Callable[[float], str]) -> str:
+def _spread(series: job_store.Series, now: job_store.Point, formatted: Callable[[float], str]) -> str:
     if formatted(now.low) == formatted(now.high):
         return ""
     by_value = {value: rank for rank, (_, value) in sorted(series.latest.items(), reverse=True)}
     return f" ({formatted(now.low)} on rank {by_value[now.low]} to {formatted(now.high)} on rank {by_value[now.high]})"
 
 
-def rank_cells(row: RankRow) -> tuple[str, str, str, str, str]:
+def rank_cells(row: job_store.RankRow) -> tuple[str, str, str, str, str]:
     """Return a rank's state, step, steps per second, share of communication and memory, as in the table."""
     return (
         row.text,
         "–" if row.step is None else str(row.step),
-        "–" if row.steps_per_s is None else format_rate(row.steps_per_s),
+        "–" if row.steps_per_s is None else job_store.format_rate(row.steps_per_s),
         "–" if row.communication is None else _format_share(row.communication),
         format_bytes(row.memory) if row.memory else "–",
     )
 
 
-def shown_series(store: JobStore) -> list[tuple[Series, bool]]:
+def shown_series(store: job_store.JobStore) -> list[tuple[job_store.Series, bool]]:
     """Return the curves that have points, in order, each with whether it is measured instead of logged."""
-    logged = [(series, False) for series in store.metrics.values()][:MAX_CURVES]
+    logged = [(series, False) for series in store.metrics.values()][: job_store.MAX_CURVES]
     measured = [(series, True) for series in store.vitals.values()]
     return [(series, is_measured) for series, is_measured in (*logged, *measured) if series.latest]
 
 
-def watch_bundle(store: JobStore) -> dict[str, str]:
+def watch_bundle(store: job_store.JobStore) -> dict[str, str]:
     """Return the job as `text/html` and `text/plain`."""
     return {"text/html": _page_html(store), "text/plain": _page_text(store)}
 
 
-def _page_text(store: JobStore) -> str:
+def _page_text(store: job_store.JobStore) -> str:
     curves = [f"  {series.name}: {series_text(series, measured=measured)}" for series, measured in shown_series(store)]
     bars = [f"  {bar.desc or 'progress'}: {bar.text}" for bar in store.bars()]
     ranks = []
@@ -299,7 +292,7 @@ def _page_text(store: JobStore) -> str:
     return "\n".join([heading(store), *curves, *bars, *ranks, *store.notes()])
 
 
-def _page_html(store: JobStore) -> str:
+def _page_html(store: job_store.JobStore) -> str:
     curves = "".join(
         _curve(series, number, store, measured=measured)
         for number, (series, measured) in enumerate(shown_series(store))
@@ -324,7 +317,7 @@ def _page_html(store: JobStore) -> str:
     return html.figure(body, heading=f"Job on {heading(store)}")
 
 
-def _curve(series: Series, number: int, store: JobStore, *, measured: bool) -> str:
+def _curve(series: job_store.Series, number: int, store: job_store.JobStore, *, measured: bool) -> str:
     points, mark = series.points(), store.mark(measured=measured)
     earlier = [line.outline() for line in store.earlier(series.name, measured=measured)]
     text = series_text(series, measured=measured)
@@ -355,7 +348,7 @@ def _tick(value: float, formatted: Callable[[float], str]) -> str:
     return formatted(value) if value else "0"
 
 
-def _bar(bar: MergedBar) -> str:
+def _bar(bar: job_store.MergedBar) -> str:
     width = 300
     low, high = round(width * bar.low), round(width * bar.high)
     color = KINDS["collective"].both
@@ -385,12 +378,12 @@ class WatchView(LiveView):
     _css = style("watch")
 
     def __init__(self, stop: Callable[[], object]) -> None:
-        self._store = JobStore()
+        self._store = job_store.JobStore()
         self._stop = stop
         super().__init__()
 
     @property
-    def store(self) -> JobStore:
+    def store(self) -> job_store.JobStore:
         """What is known of the job; read-only."""
         return self._store
 
@@ -412,9 +405,10 @@ class WatchView(LiveView):
         with self._lock:
             return watch_bundle(self._store)
 
-    def on_op(self, op: str) -> None:
-        """Handle a click on the button."""
-        if op == "stop":
+    def on_message(self, message: dict[str, Any]) -> None:
+        """Handle a heartbeat or a click on the button."""
+        super().on_message(message)
+        if message.get("op") == "stop":
             self._stop()
 
     def make_content(self) -> dict[str, Any]:
@@ -440,7 +434,7 @@ class WatchView(LiveView):
         }
 
 
-def _live_row(row: RankRow, most_memory: int) -> dict[str, Any]:
+def _live_row(row: job_store.RankRow, most_memory: int) -> dict[str, Any]:
     cells: list[dict[str, Any]] = [{"text": text} for text in rank_cells(row)]
     if row.communication is not None:
         cells[-2] |= {"share": round(row.communication, 3), "token": "kind-collective"}
@@ -449,7 +443,7 @@ def _live_row(row: RankRow, most_memory: int) -> dict[str, Any]:
     return {"rank": row.rank, "cells": cells}
 
 
-def _live_chart(series: Series, number: int, store: JobStore, *, measured: bool) -> dict[str, Any]:
+def _live_chart(series: job_store.Series, number: int, store: job_store.JobStore, *, measured: bool) -> dict[str, Any]:
     value, spread = series_value(series, measured=measured)
     color = html.SERIES_TOKENS[series.name] if measured else f"rank-{number % len(RANKS)}"
     return {
@@ -460,8 +454,8 @@ def _live_chart(series: Series, number: int, store: JobStore, *, measured: bool)
         "token": color,
         "kind": FORMATS[series.name][0] if measured else "number",
         "axis": "seconds" if measured else "steps",
-        "points": pack_points(series.points()),
-        "earlier": [pack_points(line.outline()) for line in store.earlier(series.name, measured=measured)],
+        "points": job_store.pack_points(series.points()),
+        "earlier": [job_store.pack_points(line.outline()) for line in store.earlier(series.name, measured=measured)],
         "mark": store.mark(measured=measured),
     }
 

@@ -10,7 +10,7 @@ import pytest
 from axon_nb.records.spans import Span
 from tests.browser.bare.test_pages import open_page
 from tests.browser.bare.view_pages import SAMPLES, timeline
-from tests.support.records.straggling import straggling_spans
+from tests.support.records.steps import straggling_spans
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -29,8 +29,8 @@ from tests.support.records.jobs import answers, report, row
 from tests.support.records.memory_replies import GIB, MIB, use
 from tests.support.records.memory_replies import answers as memory_answers
 from tests.support.records.shard_records import split
-from tests.support.records.straggling import MS, straggling_spans
-from tests.support.records.straggling import span_of as _span
+from tests.support.records.steps import MS, straggling_spans
+from tests.support.records.steps import span_of as _span
 
 _PAGE = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>
 <style>body {{ margin: 12px; background: {page} }}{style}</style></head>

@@ -29,7 +29,7 @@ FAR = "far-host"
 _MAIN = """
 import sys
 from axon_nb.errors import StartError
-from axon_nb.host.joining import join_cluster
+from axon_nb.host.agent import join_cluster
 try:
     join_cluster(sys.argv[1], name=sys.argv[2], entry=sys.argv[3], read_key=sys.argv[4] == "True")
 except StartError as error:

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from axon_nb.errors import StartError
-from axon_nb.host.joining import join_cluster
+from axon_nb.host.agent import join_cluster
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.protocol.agent import GetInfo, Signal
 from axon_nb.records.protocol.wire import PROTOCOL, Version, refuse_host

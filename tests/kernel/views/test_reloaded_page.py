@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser.page_messages import CLOSE_PANELS
+from tests.support.browser.notebook_page import CLOSE_PANELS
 from tests.support.kernel import Kernel
 
 LIMIT_S = 60.0

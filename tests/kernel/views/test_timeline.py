@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.kernel.cells.labelled import ranks_of
-from tests.support.browser.page_messages import CLOSE_PANELS
+from tests.support.browser.notebook_page import CLOSE_PANELS
 from tests.support.kernel import FreshCluster, Kernel
 from tests.support.processes import footprint, until
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.kernel.recovery.conditions import MEET
-from tests.support.browser.page_messages import CLOSE_PANELS, model_of, send_from_page
+from tests.support.browser.notebook_page import CLOSE_PANELS, model_of, send_from_page
 from tests.support.kernel import Kernel, Reply
 from tests.support.processes import until
 

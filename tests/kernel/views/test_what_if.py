@@ -11,7 +11,7 @@ import pytest
 
 from axon_nb import plan
 from axon_nb.parallel.models import GPTConfig
-from tests.support.browser.page_messages import CLOSE_PANELS, model_of, send_from_page
+from tests.support.browser.notebook_page import CLOSE_PANELS, model_of, send_from_page
 from tests.support.kernel import Kernel
 
 pytestmark = pytest.mark.timeout(1200)

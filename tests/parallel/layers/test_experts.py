@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,8 @@ def test_balance_evens_out_the_load(two: Any) -> None:
         assert last < first
 
 
-def test_experts_inside_the_data_axis_train_as_on_one_rank(four: Any) -> None:
+@pytest.mark.parametrize("ddp", [DDP, nn.parallel.DistributedDataParallel])
+def test_experts_inside_the_data_axis_train_as_on_one_rank(four: Any, ddp: Callable[..., nn.Module]) -> None:
     def model(**options: Any) -> nn.Sequential:
         torch.manual_seed(1)
         return nn.Sequential(nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64), _layer(**options))
@@ -114,7 +116,7 @@ def test_experts_inside_the_data_axis_train_as_on_one_rank(four: Any) -> None:
     def work(world: World) -> Any:
         mesh = make_mesh(dp=2, ep=2)
         own = model(group=mesh["ep"])
-        trained = DDP(own)  # the linear layer and the router, over all four ranks
+        trained = ddp(own)  # the linear layer and the router, over all four ranks
         optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
         for _ in range(2):
             optimizer.zero_grad()

@@ -1,15 +1,22 @@
-"""Pipelines equal one process for every schedule: losses, gradients, weights; and recorded spans."""
+"""Pipelines equal one process for every schedule, their spans, and models split into stages of equal cost."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
 
-from axon_nb.parallel import PipelineMemoryStats
+from axon_nb.comm import World
+from axon_nb.parallel import Pipeline, PipelineMemoryStats
+from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of_rank
+from axon_nb.parallel.pipeline.stages import balance, child_costs
 from tests.parallel.conftest import make
 from tests.parallel.pipeline.pipelines import CASES, Trained, in_one_process, merged, train
 
@@ -88,3 +95,104 @@ def test_live_microbatches_match_the_formula(trained: Any, case: tuple[str, int,
     stats = PipelineMemoryStats.of(schedule, num_ranks=ranks, num_stages=stages, num_microbatches=microbatches)
     peaks = merged([reported.peaks for reported in trained("gloo", case)])
     assert tuple(peaks[stage] for stage in range(stages)) == stats.peak_per_stage
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(costs=st.lists(st.integers(0, 20), min_size=1, max_size=9), parts=st.integers(1, 5))
+def test_most_expensive_part_is_minimal(costs: list[int], parts: int) -> None:
+    if parts > len(costs):
+        return
+
+    def worth(starts: tuple[int, ...]) -> tuple[int, int]:
+        sums = [sum(costs[a:b]) for a, b in itertools.pairwise((*starts, len(costs)))]
+        return max(sums), sum(value * value for value in sums)
+
+    found = balance([float(cost) for cost in costs], parts)
+    assert found[0] == 0
+    assert len(found) == parts
+    assert found == sorted(set(found))
+    every = [(0, *rest) for rest in itertools.combinations(range(1, len(costs)), parts - 1)]
+    assert worth(tuple(found)) == min(map(worth, every))
+
+
+class Busy(nn.Module):
+    """Computes a number of matrix products."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self.rounds = rounds
+        self.weight = nn.Parameter(torch.eye(64))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for _ in range(self.rounds):
+            x = x @ self.weight
+        return x
+
+
+def test_cost_by_measured_time() -> None:
+    model = nn.Sequential(*(Busy(rounds) for rounds in (1, 1, 400, 1)))
+    random_state = torch.get_rng_state()
+    costs = list(child_costs(model, "time", torch.randn(256, 64)).values())
+    assert costs[2] > 3 * max(costs[0], costs[1], costs[3])
+    assert all(block.calls == 0 for block in model), "buffers are as before"
+    assert all(block.weight.grad is None for block in model)
+    assert not torch.equal(torch.get_rng_state(), random_state), "only the sample was drawn"
+    assert balance(costs, 3) in ([0, 2, 3], [0, 1, 2])
+
+
+def test_all_ranks_split_at_the_same_places(two: Any) -> None:
+    def work(world: World) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Busy(1 + 400 * (number == 5)) for number in range(6)))
+        x = torch.randn(64, 64)
+        pipes = [
+            Pipeline.split(model, group=world, split="time", sample=x),
+            Pipeline.split(model, group=world, split=lambda block: float(block.rounds)),
+            Pipeline.split(model, group=world),
+            Pipeline.split(model, group=world, at=["1"]),
+        ]
+        return [sorted({name.partition(".")[0] for name, _ in pipe.named_parameters()}) for pipe in pipes]
+
+    first, second = two.run(work)
+    by_hand = [(list("01234"), list("5")), (list("012"), list("345")), (list("0"), list("12345"))]
+    assert list(zip(first[1:], second[1:], strict=True)) == by_hand
+    assert sorted(first[0] + second[0]) == list("012345")
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_gpt_in_a_pipeline_learns_as_in_one_process(two: Any, schedule: str) -> None:
+    config = GPTConfig(context=8, hidden=16, heads=2, blocks=3)
+
+    def build() -> GPT:
+        torch.manual_seed(4)
+        return GPT(config).double()
+
+    def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.randint(256, (8, 9), generator=torch.Generator().manual_seed(step))
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def work(world: World) -> list[float]:
+        pipe = Pipeline.split(build(), group=world, schedule=schedule, num_microbatches=4, loss=next_byte_loss)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        losses = []
+        for step in range(4):
+            optimizer.zero_grad()
+            x, y = data(step % 2)
+            losses.append(pipe.mean_loss(pipe.step(x, y)))
+            optimizer.step()
+        return losses
+
+    model, expected = build(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        optimizer.zero_grad()
+        x, y = data(step % 2)
+        loss = next_byte_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses in two.run(work):
+        assert losses == pytest.approx(expected, rel=1e-10)
+    assert expected[-1] < expected[0]

@@ -1,4 +1,4 @@
-"""`plan.memory`: its arguments, its results and its errors."""
+"""`plan.memory`: its arguments, its results and its errors, and a real step's memory from profiler events."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from axon_nb.parallel.models import GPT, Block, GPTConfig
 from axon_nb.plan.footprint.plan import MemoryPlan, MemoryRequest
 from axon_nb.plan.models import CapturedModel, TensorSpec
 from axon_nb.plan.process import run_in_process
+from tests.plan.footprint.allocator import blocks_of, in_step
 from tests.plan.many import plans
 
 pytestmark = pytest.mark.timeout(900)
@@ -280,3 +281,27 @@ def test_unpicklable_models_are_reported() -> None:
 def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, axon_nb.plan; assert not {'torch', 'pandas', 'plotly'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_peak_and_remainder() -> None:
+    blocks = blocks_of([(1, 100, 8), (3, 200, 4), (4, 200, -4), (5, 300, 2), (9, 100, -8), (9, 300, -2)])
+    assert in_step(blocks, 2, 6) == (12, 10)
+    assert in_step(blocks, 4, 6) == (10, 10)
+    assert in_step(blocks, 10, 12) == (0, 0)
+
+
+def test_unrecorded_frees_end_when_the_address_is_reused() -> None:
+    unseen = [(3, 100, 8), (5, 104, 2), (6, 104, -2)]
+    assert in_step(blocks_of(unseen), 2, 7) == (8, 0)
+    later = [(3, 100, 8), (22, 96, 16), (23, 96, -16)]
+    assert in_step(blocks_of(later), 2, 7) == (8, 8)
+    assert in_step(blocks_of(later), 12, 17) == (0, 0)
+    assert in_step(blocks_of(later), 20, 27) == (16, 0)
+    never = [(3, 100, 8), (13, 200, 1), (24, 200, -1)]
+    assert in_step(blocks_of(never), 2, 7) == (8, 8)
+    assert in_step(blocks_of(never), 12, 17) == (1, 1)
+
+
+def test_adjacent_blocks_are_separate() -> None:
+    blocks = blocks_of([(1, 100, 8), (2, 108, 8), (3, 92, 8), (4, 92, -8), (5, 108, -8), (6, 100, -8)])
+    assert in_step(blocks, 0, 10) == (24, 0)

@@ -24,6 +24,7 @@ SHARDED = {
     "hybrid_shard-mixed": Case(HYBRID, "hybrid_shard", mixed="bfloat16"),
     "full_shard-4": Case((("dp", 4),)),
     "full_shard-SGD": Case(TWO, optimizer="SGD"),
+    "full_shard-Muon": Case(TWO, optimizer="Muon"),
     "dp-tp": Case((("dp", 2), ("tp", 2))),
     "dp-tp-mixed": Case((("dp", 2), ("tp", 2)), "shard_grad_op", mixed="bfloat16"),
     "tp": Case((("tp", 2),)),

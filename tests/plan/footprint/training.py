@@ -27,6 +27,7 @@ from axon_nb.parallel.memory import optimizer_states
 from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
 from axon_nb.plan.footprint.plan import MemoryRequest
 from tests.plan.footprint.allocator import allocated
+from tests.support.training.both import Both
 
 CONFIG = GPTConfig(vocab=509, context=64, hidden=192, heads=4, blocks=3)
 """The vocabulary is prime, so no number of ranks divides it."""
@@ -104,8 +105,8 @@ def _made(world: World, case: Case) -> Steps:
     return step, _between(model, optimizer)
 
 
-def _wrapped(world: World, model: nn.Module, case: Case) -> tuple[Any, torch.optim.Optimizer]:
-    make = getattr(torch.optim, case.optimizer)
+def _wrapped(world: World, model: nn.Module, case: Case) -> tuple[Any, Any]:
+    make: Any = getattr(torch.optim, case.optimizer)
     if case.strategy == "ddp":
         ddp = DDP(model, world)
         return ddp, make(ddp.parameters())
@@ -120,7 +121,7 @@ def _wrapped(world: World, model: nn.Module, case: Case) -> tuple[Any, torch.opt
     mixed = getattr(torch, case.mixed) if case.mixed and case.strategy != "optimizer_state" else None
     group = None if mesh is not None else world
     sharded = FSDP(model, group, strategy=ShardingStrategy(case.strategy), mesh=mesh, mixed_precision=mixed)
-    return sharded, sharded.optimizer(make)
+    return sharded, Both(sharded) if case.optimizer == "Muon" else sharded.optimizer(make)
 
 
 def _in_stages(model: nn.Sequential, case: Case, tokens: torch.Tensor, targets: torch.Tensor) -> Steps:

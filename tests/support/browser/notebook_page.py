@@ -1,15 +1,20 @@
-"""Jupyter Notebook 7 and a page of it, driven by keys and buttons as a person does: it shows its commands to nobody."""
+"""Jupyter Notebook 7 driven by keys and buttons; what pages send to widgets; pages that are reloaded."""
 
 from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from playwright.sync_api import TimeoutError as PageTimeout
 
 from tests.support.browser.lab_page import LabPage
 from tests.support.browser.lab_server import LIMIT, LabServer
+from tests.support.kernel import Kernel, Reply
+
+if TYPE_CHECKING:
+    from tests.support.browser.lab_page import LabPage
+
 
 OF_NOTEBOOKS_OWN = "reading 'schema'"
 """What Notebook 7.6 itself throws while a page is loaded."""
@@ -74,3 +79,42 @@ class NotebookPage(LabPage):
     def real_errors(self) -> list[str]:
         """Errors of the page, without Notebook's own."""
         return [error for error in super().real_errors() if OF_NOTEBOOKS_OWN not in error]
+
+
+CLOSE_PANELS = """
+from axon_nb.cluster.session import current
+for t_panel in list(current.session().panels.values()):
+    t_panel.close()
+current.session().panels.clear()"""
+"""A cell that closes all panels: those that stay open go on updating their pictures in the cells of other tests."""
+
+
+def model_of(reply: Reply) -> str:
+    """The model of the first widget that a cell shows."""
+    kind = "application/vnd.jupyter.widget-view+json"
+    return str(next(bundle[kind]["model_id"] for bundle in reply.displays if kind in bundle))
+
+
+def send_from_page(kernel: Kernel, model: str, content: dict[str, Any]) -> None:
+    """Send a custom message to a widget; nothing answers it."""
+    data = {"method": "custom", "content": content}
+    kernel.client.shell_channel.send(kernel.client.session.msg("comm_msg", {"comm_id": model, "data": data}))
+
+
+RELOADS = 3
+LIMIT_S = 30.0
+
+
+def reload_until_shown(page: LabPage, *selectors: str) -> None:
+    """Load the page again until all of these are visible, three times at most.
+
+    Where the kernel or the page was late, one reload is not enough. ipywidgets waits 4 s for the states of its widgets,
+    then gives up until the cell is over; anywidget gives up on a view that has not started within 2 s.
+    """
+    missing: list[str] = []
+    for _ in range(RELOADS):
+        page.reload()
+        missing = [selector for selector in selectors if not page.is_shown(selector, limit=LIMIT_S)]
+        if not missing:
+            return
+    raise AssertionError(f"not shown within {LIMIT_S:.0f} s of any of {RELOADS} reloads: {', '.join(missing)}")

@@ -22,10 +22,12 @@ from axon_nb.parallel import (
     parallelize,
 )
 from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
+from tests.support.training.both import Both
 
 CONFIG = GPTConfig(vocab=32, context=8, hidden=16, heads=4, blocks=3)
 BATCH = 8
 
+_LAYERS = {"block*.up": "column", "block*.down": "row"}
 Step = Callable[[], object]
 
 
@@ -71,6 +73,14 @@ def _data(wrap: Callable[[nn.Module, Any], Any], model: Callable[[], nn.Module],
         return _training(wrapped, lambda: wrapped(batch()).float().sum(), made)
 
     return make
+
+
+def _with_muon(mesh: Any) -> Step:
+    axes, model = mesh.mesh_dim_names, gpt()
+    if "tp" in axes:
+        parallelize(model, _LAYERS, mesh=mesh["tp"])
+    wrapped = FSDP(model, mesh=mesh["dp"]) if "dp" in axes else model
+    return _training(wrapped, lambda: next_byte_loss(wrapped(tokens()), tokens()), Both(wrapped))
 
 
 def _fsdp(strategy: str, **options: Any) -> Callable[[nn.Module, Any], Any]:
@@ -178,6 +188,9 @@ CASES = {
         _data(_fsdp("full_shard", wrap=Block, mixed_precision=torch.bfloat16), gpt, tokens),
         options={"wrap": Block, "mixed_precision": torch.bfloat16},
     ),
+    "full_shard, Muon": Case({"dp": 2}, _with_muon, options={"optimizer": "Muon"}),
+    "tp, Muon": Case({"tp": 2}, _with_muon, options={"optimizer": "Muon", "tp_plan": _LAYERS}),
+    "dp x tp, Muon": Case({"dp": 2, "tp": 2}, _with_muon, options={"optimizer": "Muon", "tp_plan": _LAYERS}),
     "shard_grad_op": Case({"dp": 2}, _data(_fsdp("shard_grad_op"), gpt, tokens), options={"strategy": "shard_grad_op"}),
     "no_shard": Case({"dp": 2}, _data(_no_shard, gpt, tokens), options={"strategy": "no_shard"}),
     "tp": Case({"tp": 2}, _tensor()),
@@ -205,12 +218,12 @@ CASES = {
     "pp x tp": Case(
         {"pp": 2, "tp": 2},
         _three_d,
-        options={"num_microbatches": 4, "tp_plan": {"block*.up": "column", "block*.down": "row"}},
+        options={"num_microbatches": 4, "tp_plan": _LAYERS},
     ),
     "pp x dp x tp": Case(
         {"pp": 2, "dp": 2, "tp": 2},
         _three_d,
-        options={"num_microbatches": 4, "tp_plan": {"block*.up": "column", "block*.down": "row"}},
+        options={"num_microbatches": 4, "tp_plan": _LAYERS},
     ),
 }
 """The cases, by name."""

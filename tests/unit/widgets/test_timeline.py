@@ -30,7 +30,7 @@ from axon_nb.widgets.timeline.page import (
     timeline_svg,
 )
 from axon_nb.widgets.timeline.record import PlannedTimeline, timeline_file
-from tests.support.records.straggling import straggling_spans
+from tests.support.records.steps import straggling_spans
 
 MS = 1_000_000
 

@@ -20,20 +20,8 @@ from typing import NoReturn
 from torch._C._distributed_c10d import Store
 
 from axon_nb.comm.errors import CommError, InvalidArgumentError
-from axon_nb.comm.shared_memory.segment import futex
+from axon_nb.comm.shared_memory.segment import futex, pages
 from axon_nb.comm.shared_memory.segment.memory import WORD, Layout, SharedMemory
-from axon_nb.comm.shared_memory.segment.pages import (
-    AWAITED,
-    HELD,
-    LEFT,
-    PID,
-    READY,
-    SINCE,
-    ControlPages,
-    GroupLeftError,
-    PeerLostError,
-    SharedMemoryTimeoutError,
-)
 from axon_nb.records.units import exact_bytes
 
 _FEW_LOOKS, _MANY_LOOKS = 40, 600
@@ -58,7 +46,7 @@ def is_crowded(size: int) -> bool:
     return num_ranks > len(os.sched_getaffinity(0))
 
 
-class Progress(ControlPages):
+class Progress(pages.ControlPages):
     """The control pages of a group, with the waits for its ranks.
 
     Args:
@@ -77,9 +65,9 @@ class Progress(ControlPages):
         """Why this rank left the group."""
         self.looks = _FEW_LOOKS if is_crowded(self.size) else _MANY_LOOKS
         """Number of polls before this rank sleeps on a word."""
-        self.words[self.own_place + PID] = os.getpid()
+        self.words[self.own_place + pages.PID] = os.getpid()
         _open_groups.add(self)
-        self._raise_word(READY, 1)
+        self._raise_word(pages.READY, 1)
         futex.wake(self.own_address)
 
     def post(self, value: int) -> None:
@@ -124,14 +112,14 @@ class Progress(ControlPages):
             if words[place] >= target:
                 return
         address = self.memory.address + place * WORD
-        words[self.own_place + SINCE] = since = time.monotonic_ns()
-        words[self.own_place + AWAITED] = peer + 1
+        words[self.own_place + pages.SINCE] = since = time.monotonic_ns()
+        words[self.own_place + pages.AWAITED] = peer + 1
         checked_at = since * 1e-9
         try:
             while (seen := words[place]) < target:
                 try:
                     checked_at = self.check_wait((peer,), deadline, checked_at, target=target)
-                except GroupLeftError:
+                except pages.GroupLeftError:
                     if self.left or words[place] < target:
                         raise
                     break  # the peer got there first, and left or died afterwards
@@ -139,7 +127,7 @@ class Progress(ControlPages):
                     check()
                 futex.wait(address, seen, SLICE_S)
         finally:
-            words[self.own_place + AWAITED] = 0
+            words[self.own_place + pages.AWAITED] = 0
 
     def check_wait(
         self,
@@ -170,35 +158,37 @@ class Progress(ControlPages):
         self.raise_if_left()
         words = self.words
         for peer, place in self.others:
-            if words[place + LEFT] and (peer in awaited or self._is_behind(place, target)):
-                raise GroupLeftError(f"rank {self.members[peer]} {self.reason_of(peer) or 'has destroyed the group'}")
+            if words[place + pages.LEFT] and (peer in awaited or self._is_behind(place, target)):
+                raise pages.GroupLeftError(
+                    f"rank {self.members[peer]} {self.reason_of(peer) or 'has destroyed the group'}"
+                )
         if self._give_up is not None:
             self._give_up()
         now = time.monotonic()
         if now > deadline and not self._is_held(now):
-            raise SharedMemoryTimeoutError(f"timed out while waiting for {self._names(awaited) or 'a message'}")
+            raise pages.SharedMemoryTimeoutError(f"timed out while waiting for {self._names(awaited) or 'a message'}")
         is_due = now - checked_at >= SLICE_S
         if (from_any and self.others) and all(
-            words[place + LEFT] or (is_due and not self.is_alive(peer)) for peer, place in self.others
+            words[place + pages.LEFT] or (is_due and not self.is_alive(peer)) for peer, place in self.others
         ):
-            raise PeerLostError("every other rank died or destroyed the group")
+            raise pages.PeerLostError("every other rank died or destroyed the group")
         if not is_due:
             return checked_at
         for peer in awaited if from_any else range(self.size):
             if not self.is_alive(peer):
                 place = self.places[peer]
                 if peer in awaited:
-                    raise PeerLostError(f"rank {self.members[peer]} died while this rank waited for it")
-                if not words[place + LEFT] and (target == _NEVER or self._is_behind(place, target)):
-                    raise PeerLostError(f"rank {self.members[peer]} died")
+                    raise pages.PeerLostError(f"rank {self.members[peer]} died while this rank waited for it")
+                if not words[place + pages.LEFT] and (target == _NEVER or self._is_behind(place, target)):
+                    raise pages.PeerLostError(f"rank {self.members[peer]} died")
         return now
 
     def hold(self, until_ns: int) -> None:
         """Let waits for this rank continue past their deadline, until a time of `time.monotonic_ns`."""
-        self.words[self.own_place + HELD] = until_ns
+        self.words[self.own_place + pages.HELD] = until_ns
 
     def _is_held(self, now: float) -> bool:
-        return any(self.words[place + HELD] * 1e-9 > now for place in self.places)
+        return any(self.words[place + pages.HELD] * 1e-9 > now for place in self.places)
 
     def _is_behind(self, place: int, target: int) -> bool:
         """Whether a rank that is gone, as the caller has seen, left before it reached `target`."""
@@ -213,11 +203,11 @@ class Progress(ControlPages):
             GroupLeftError: a rank did.
         """
         if self.left:
-            raise GroupLeftError(self.left)
+            raise pages.GroupLeftError(self.left)
         words = self.words
         for peer, place in self.others:
-            if words[place + LEFT] == _FAILED:
-                raise GroupLeftError(f"rank {self.members[peer]} left the group: {self.reason_of(peer)}")
+            if words[place + pages.LEFT] == _FAILED:
+                raise pages.GroupLeftError(f"rank {self.members[peer]} left the group: {self.reason_of(peer)}")
 
     def wait_until_ready(self, deadline: float, check: Callable[[], None] = lambda: None) -> None:
         """Wait until every rank has mapped the memory.
@@ -232,7 +222,7 @@ class Progress(ControlPages):
         """
         for peer, place in self.others:
             checked_at = time.monotonic()
-            while not self.words[place + READY]:
+            while not self.words[place + pages.READY]:
                 check()
                 checked_at = self.check_wait((peer,), deadline, checked_at)
                 futex.wait(self.memory.address + place * WORD, 0, SLICE_S)
@@ -252,11 +242,11 @@ class Progress(ControlPages):
             reason: Why; peers report it.
             closed: Nothing failed, this rank just no longer needs the group: only waits that need it are aborted.
         """
-        if self.left and self.words[self.own_place + LEFT]:
+        if self.left and self.words[self.own_place + pages.LEFT]:
             return
         self.left = self.left or reason or "this rank has destroyed the group"
         self._give_reason(reason)
-        self._raise_word(LEFT, _CLOSED if closed else _FAILED)
+        self._raise_word(pages.LEFT, _CLOSED if closed else _FAILED)
         for place in self.places:
             futex.wake(self.memory.address + place * WORD)
 
@@ -282,7 +272,7 @@ class _OpenGroups:
         if hasattr(sys, "last_value"):  # an exception ends the program
             return
         for progress in list(self._members):
-            if progress.words[progress.own_place + PID] == os.getpid():
+            if progress.words[progress.own_place + pages.PID] == os.getpid():
                 progress.leave("has ended", closed=True)
 
     def hold(self, until_ns: int) -> None:
@@ -358,7 +348,7 @@ def form(
                 if give_up is not None:
                     give_up()
                 if time.monotonic() > deadline:
-                    raise SharedMemoryTimeoutError(f"rank {members[0]} did not create the group's memory in time")
+                    raise pages.SharedMemoryTimeoutError(f"rank {members[0]} did not create the group's memory in time")
                 time.sleep(_PIECE_S)
             address = bytes(store.get(key)).decode()
             with failure.reported(f"cannot open the shared memory of rank {members[0]}", _ONE_HOST, ForeignHostError):

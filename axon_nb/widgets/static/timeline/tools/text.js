@@ -29,7 +29,8 @@ export function spanFacts(store, i, config, zero = 0, tail = undefined) {
     ["took", formatDuration(length[i])],
   ];
   if (tail) pairs.push(["of it waiting", formatDuration(tail.to - tail.from)]);
-  if (stage[i] >= 0) pairs.push(["stage", String(stage[i])], ["microbatch", String(microbatch[i])]);
+  if (stage[i] >= 0) pairs.push(["stage", String(stage[i])]);
+  if (microbatch[i] >= 0) pairs.push(["microbatch", String(microbatch[i])]);
   if (by[i] === rank[i]) pairs.push(["came", "last"]);
   else if (by[i] >= 0) pairs.push([`waited for rank ${by[i]}`, formatDuration(late[i])]);
   if (bytes[i] > 0) pairs.push(["moved", formatBytes(bytes[i])]);

@@ -26,7 +26,8 @@ export function chromeTrace(store, config) {
     const args = {};
     if (group) args.group = group;
     if (columns.bytes[i]) args.bytes = columns.bytes[i];
-    if (columns.stage[i] >= 0) Object.assign(args, { stage: columns.stage[i], microbatch: columns.microbatch[i] });
+    if (columns.stage[i] >= 0) args.stage = columns.stage[i];
+    if (columns.microbatch[i] >= 0) args.microbatch = columns.microbatch[i];
     if (columns.by[i] >= 0) Object.assign(args, { waited_us: columns.late[i] * 1e6, waited_for: columns.by[i] });
     const times = { ts: (columns.start[i] - from) * 1e6, dur: columns.duration[i] * 1e6 };
     events.push({ name, cat: kind, ph: "X", ...times, pid: columns.rank[i], tid: kind, args });

@@ -1,1 +1,0 @@
-"""Layers and attention that are split over ranks."""

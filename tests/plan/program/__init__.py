@@ -1,1 +1,0 @@
-"""Plans of programs: `plan.run`."""
