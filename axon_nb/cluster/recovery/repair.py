@@ -317,7 +317,7 @@ class Recovery:
         self._agent, self._interrupted = AgentWatch(state.connection.agent), interrupted
         self._attempt_timeout_s = _SLOW_ATTEMPT_TIMEOUT_S if state.backend == "nccl" else _ATTEMPT_TIMEOUT_S
         self._rebuild = transitions.Rebuild()
-        self._told: tuple[transitions.RebuildEffect, ...] = ()
+        self._last_effects: tuple[transitions.RebuildEffect, ...] = ()
         self._futures: dict[int, Future[protocol.RecoveryReport]] = {}
         self._aborts: list[Answer[AbortReply]] = []
 
@@ -326,9 +326,9 @@ class Recovery:
         health, before, seen = self._health, self._rebuild, self._look()
         attempt_s = self._attempt_timeout_s
         self._rebuild, effects = transitions.look(before, health.world, seen, attempt_s=attempt_s, remedy=health.remedy)
-        if effects and effects != self._told:  # an abort is sent again and again
+        if effects and effects != self._last_effects:  # an abort is sent again and again
             health.story.append(transitions.Entry(time.time(), before, seen, self._rebuild, effects))
-        self._told = effects or self._told
+        self._last_effects = effects or self._last_effects
         for effect in effects:
             self._perform(effect)
         return self._rebuild.is_done
