@@ -249,7 +249,7 @@ def test_first_step_counts_as_one_although_it_is_protected(protected_kernel: Ker
     )
     protected_kernel.ok("%%distributed\ncounting.step()")
     counts = "%%rank 0\n[float(entry['step']) for entry in counting.state.values()]"
-    assert protected_kernel.ok(counts).lines() == ["[1.0, 1.0]"]
+    assert protected_kernel.ok(counts).lines() == ["[rank 0] [1.0, 1.0]"]
 
 
 def test_ranks_started_with_protect_return_after_a_death(protected_kernel: Kernel) -> None:
