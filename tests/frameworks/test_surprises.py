@@ -19,7 +19,6 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
-
 warnings.simplefilter("ignore")
 paths = [tempfile.mkdtemp()]
 dist.broadcast_object_list(paths)
