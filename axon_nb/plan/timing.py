@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -141,8 +141,7 @@ class StepTime(Shown):
         """One row per part: part, ms, share (0 to 1)."""
         import pandas as pd
 
-        total = self.total_s or 1.0
-        rows = [(part, 1e3 * seconds, seconds / total) for part, seconds in self.parts.items()]
+        rows = [(part, 1e3 * seconds, seconds / (self.total_s or 1.0)) for part, seconds in self.parts.items()]
         return pd.DataFrame(rows, columns=["part", "ms", "share"])
 
     def figure(self) -> Any:
@@ -261,14 +260,13 @@ def copy_work(layout: ParallelLayout, traffic: CommunicationPlan, pp_rank: int) 
         traffic: Its communication.
         pp_rank: The rank along ``pp``.
     """
-    accesses = 4 if layout.strategy == "ddp" else 2
     rows = [
         (row, 1 if row.once or row.phase == "optimizer" else layout.num_batches)
         for row in traffic.select(pp_rank=pp_rank)
         if row.averages and row.operation in _COPIED
     ]
     return Work(
-        bytes=float(accesses * sum(times * row.bytes for row, times in rows)),
+        bytes=float((4 if layout.strategy == "ddp" else 2) * sum(times * row.bytes for row, times in rows)),
         ops=float(sum(times * row.calls for row, times in rows)),
     )
 
@@ -281,9 +279,8 @@ def wrapper_s(layout: ParallelLayout, rates: Rates, pp_rank: int) -> float:
         rates: Rates of one rank.
         pp_rank: The rank along ``pp``.
     """
-    if layout.size(*GRADIENT_AXES) == 1:
-        return 0.0
-    return (wrapper_s_per_parameter(rates, layout.strategy) or 0.0) * len(layout.parameters_by_pp_rank[pp_rank])
+    seconds = (layout.size(*GRADIENT_AXES) > 1 and wrapper_s_per_parameter(rates, layout.strategy)) or 0.0
+    return seconds * len(layout.parameters_by_pp_rank[pp_rank])
 
 
 def wrapper_s_per_parameter(rates: Rates, strategy: str) -> float | None:
@@ -375,8 +372,7 @@ def step_time(
         UsageError: the model cannot be built or laid out in this way, or rates or links are missing; the message says
             what works.
     """
-    again = activation_checkpointing
-    if not isinstance(again, bool):
+    if not isinstance(again := activation_checkpointing, bool):
         again = check_number("activation_checkpointing", again, rule="True, False or a fraction of forward", most=1.0)
     laid_out = ParallelLayout.from_options(
         model,
@@ -498,8 +494,7 @@ def _parts(
     """Seconds per part, of one rank along ``pp``."""
     work, batches = compute_work(layout, pp_rank), layout.num_batches
     parts = {f"compute, {phase}": batches * rates.seconds(done, phase) for phase, done in work.items()}
-    step = optimizer_work(layout, pp_rank)
-    if step.ops:
+    if (step := optimizer_work(layout, pp_rank)).ops:
         parts["compute, optimizer"] = rates.seconds(step, "optimizer")
     if extra := rates.seconds(copy_work(layout, traffic, pp_rank), "") + wrapper_s(layout, rates, pp_rank):
         parts["copies and wrapper"] = extra
@@ -524,9 +519,8 @@ def _parts(
     return parts
 
 
-def _exposed_s(rows: Iterable[Traffic], computing_s: float, overlap: float) -> float:
+def _exposed_s(rows: Sequence[Traffic], computing_s: float, overlap: float) -> float:
     """Seconds of communication that one pass's computation does not hide."""
-    rows = list(rows)
     covered = sum(row.seconds or 0.0 for row in rows if row.overlaps_with)
     return sum(row.seconds or 0.0 for row in rows) - overlap * min(covered, computing_s)
 

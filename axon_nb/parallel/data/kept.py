@@ -29,7 +29,7 @@ class _KeptGather:
         self.is_current = False
         """Whether the output holds what the ranks' shards are; the same on all ranks inside a forward."""
         self.has_run = False
-        self._output = torch.empty(0)
+        self._output = torch.empty(0, device="cpu")
         self._gathered: list[torch.Tensor] = []
         self._versions: list[tuple[int, int]] = []
 
