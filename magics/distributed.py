@@ -398,12 +398,11 @@ class _Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._shown is None:
-            if self.result is not None:
-                display(self.result)
-        elif self.result is not None:
+        if self._shown is None and self.result is not None:
+            display(self.result)
+        elif self._shown is not None and self.result is not None:
             self._shown.update(self.result)
-        else:
+        elif self._shown is not None:
             self._shown.update({"text/plain": ""}, raw=True)
 
     def show(self, text: str) -> None:
@@ -456,6 +455,7 @@ class DistributedMagics(Magics):
           config               settings, and what they do; `config threads=2` sets one
           seed 0               seed Python, NumPy and torch on all ranks
           slow                 slow ranks or links on purpose, to see what they cost
+          pause                give back the GPU memory that ranks keep for later
           rename NEW           give the cluster another name
 
         Example: `%distributed start -n 4`.
