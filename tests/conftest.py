@@ -25,7 +25,6 @@ from hypothesis import HealthCheck, settings
 
 from axon_nb.cluster.launch.compatibility import wrong_numbers_mark
 from scripts.changed_tests import DURATIONS, QUICK, runs_always
-from tests.support import agent_server
 
 RUN_VARIABLE = "AXON_NB_TEST_RUN"
 """Set in the environment of this run and so of every process that it starts, however deep."""
@@ -84,8 +83,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if not is_xdist_worker(config):
         os.environ[RUN_VARIABLE] = uuid.uuid4().hex
-        if getattr(config.option, "numprocesses", None) and not config.option.markexpr.startswith("quick"):
-            os.environ[agent_server.SHARED] = agent_server.start()
     gc.disable()  # until all tests are collected, nearly all of which stays
     folder = Path(tempfile.mkdtemp(prefix="axt-"))
     config.stash[_private_folder] = folder

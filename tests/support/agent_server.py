@@ -29,8 +29,6 @@ from axon_nb.host.children import Children, run_controller, set_parent_death_sig
 from axon_nb.host.fork import MODULES, signals_blocked
 from axon_nb.records.environment import AGENT_SERVER, PYTHON_PATH
 
-SHARED = "AXON_NB_TEST_AGENTS"
-"""In the environment of pytest-xdist's workers: the server of all of them, which `conftest.py` starts."""
 ROOT = Path(__file__).resolve().parents[2]
 _STARTED = (
     "tests/cluster/launch/",
@@ -50,11 +48,11 @@ _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS, re
 def agent_environment() -> dict[str, str]:
     """Return what lets the agents of a kernel or a script be forked; empty in tests of starting them."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "")
-    return {} if not test or test.startswith(_STARTED) else {AGENT_SERVER.name: os.environ.get(SHARED) or start()}
+    return {} if not test or test.startswith(_STARTED) else {AGENT_SERVER.name: _server()}
 
 
 @functools.cache
-def start() -> str:
+def _server() -> str:
     """Start the process that forks; return the path of its socket. It ends with this process."""
     folder = tempfile.mkdtemp(prefix="axa-")
     path = f"{folder}/socket"
