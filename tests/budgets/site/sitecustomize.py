@@ -1,4 +1,7 @@
-"""Imported by each process of a measured cluster: the host agent counts its modules whenever it forks a rank."""
+"""Imported by each process of a measured cluster: the host agent counts its modules whenever it forks a rank.
+
+It imports nothing before: an agent that waits for a slow notebook goes on to what ranks may need later.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import sys
 
 if "axon_nb.host" in sys.orig_argv:
     _PID = os.getpid()
+    sys.argv.append("--later")
 
     def _count() -> None:
         if os.getpid() == _PID:
