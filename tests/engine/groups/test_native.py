@@ -305,7 +305,10 @@ def _pauses(rank: int, store: Any) -> dict[str, Any]:
 def test_paused_groups_take_their_memory_again_unless_they_were_rebuilt(tmp_path: Path) -> None:
     found = run_on_ranks(_pauses, 2, tmp_path)
     assert found[0] == found[1]
-    assert found[0].pop("gloo") == "Backend gloo does not support getMemoryStats"
+    assert found[0].pop("gloo") in (  # the second before torch 2.13
+        "Backend gloo does not support getMemoryStats",
+        f"this is torch {torch.__version__}",
+    )
     suspended, resumed = [("suspend", 0), ("suspend", 1)], [("resume", 0), ("resume", 1)]
     assert found[0] == {"kept": "", "kept again": "", "sums": [3.0] * 6, "notes": suspended * 2 + resumed}
 
