@@ -82,6 +82,7 @@ class Agent:
             messages.GetInfo: lambda peer, _: self._state(peer),
             messages.ServeStore: self._serve_store,
             messages.ReserveGpus: GpuLocks().reserve,
+            messages.Signal: lambda _, one: messages.Signalled(self.children.signal_rank(one.rank, one.signal)),
             messages.ServeHosts: lambda _, one: self.hosts.listen(one.ip, bytes.fromhex(one.key)),
             messages.Stop: lambda *_: self._stop_on_request(),
         }
@@ -180,7 +181,7 @@ class Agent:
         due, link = self._member.step(now, serving=bool(self.children.ranks))
         if link is not None:
             self._peers.add(self._member.serve(link, self._selector, self._closed, self._command))
-        elif self._member.over:
+        elif self._member.membership.is_over:
             self._begin_stop()
         return due
 
@@ -218,8 +219,12 @@ class Agent:
     def _command(self, peer: connections.CommandConnection | MemberConnection, message: dict[str, Any]) -> None:
         number, name = message.pop("id", None), message.pop("cmd", "")
         kind = messages.command_kind(name)
+
+        def answer(fields: Mapping[str, Any]) -> None:
+            peer.send_message({"id": number, **fields})
+
         if kind is messages.ReadGpus:
-            read_gpus(self._selector, lambda report: peer.send_message({"id": number, **encode(report)}))
+            read_gpus(self._selector, lambda report: answer(encode(report)))
             return
         if kind is None:
             reply = messages.failure(f"unknown command {name!r}")
@@ -228,11 +233,10 @@ class Agent:
         else:
             try:
                 command = decode(kind, message)
-                if isinstance(command, messages.Fork | messages.Signal):
-                    self._command_rank(command, lambda fields: peer.send_message({"id": number, **fields}))
+                if self.hosts.take(command, answer):
                     return
-                if isinstance(command, messages.CompareFiles | messages.WriteFile) and command.host:
-                    self.hosts.pass_on(command, lambda fields: peer.send_message({"id": number, **fields}))
+                if isinstance(command, messages.Fork):
+                    self._forks.put(self._member.localized(command) if self._member else command, answer)
                     return
                 outcome = self._commands[kind](peer, command)
                 reply = {} if outcome is None else encode(outcome)
@@ -242,7 +246,7 @@ class Agent:
                 reply = messages.failure(str(error))
             except (KeyError, TypeError, ValueError, OSError) as error:
                 reply = messages.failure(f"{type(error).__name__}: {error}")
-        peer.send_message({"id": number, **reply})
+        answer(reply)
 
     def _hello(self, peer: connections.CommandConnection, command: messages.Hello) -> messages.AgentState:
         if command.exclusive and self._owned:
@@ -271,22 +275,12 @@ class Agent:
             attached=self._owned,
             info=self.info,
             hosts=self.hosts.facts,
-            hosts_refused=tuple(self.hosts.refused),
+            hosts_refused=self.hosts.roster.refused,
+            hosts_lost=self.hosts.lost,
             clocks=self.hosts.clocks,
             received_ns=peer.received_ns if isinstance(peer, MemberConnection) else 0,
             sent_ns=time.monotonic_ns(),
         )
-
-    def _command_rank(
-        self, command: messages.Fork | messages.Signal, reply: Callable[[Mapping[str, Any]], None]
-    ) -> None:
-        if isinstance(command, messages.Signal):
-            if not self.hosts.signal(command, reply):
-                reply(encode(messages.Signalled(self.children.signal_rank(command.rank, command.signal))))
-        elif command.host:
-            self.hosts.fork(command, reply)
-        else:
-            self._forks.put(self._member.localized(command) if self._member else command, reply)
 
     def _inherited(self) -> list[Any]:
         listeners = [*self._listeners, self._store_listener, self.hosts.listener]

@@ -17,39 +17,31 @@ import selectors
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from axon_nb.errors import StartError
-from axon_nb.host import connections
+from axon_nb.host import connections, membership
+from axon_nb.host.membership import QUESTION, Entry, Membership, Roster, follow, tell, transition
 from axon_nb.host.resources import usable_cores
 from axon_nb.host.run_dir import FolderCopy, RunDir
 from axon_nb.host.store import encode as encode_parts
 from axon_nb.host.store import receive
 from axon_nb.records.environment import HOST_NAME
 from axon_nb.records.protocol import agent as messages
-from axon_nb.records.protocol.wire import decode, encode, own_version, read_version, refuse_host
+from axon_nb.records.protocol.wire import decode, encode, own_version
 from axon_nb.records.spans import ClockEstimate, HostClock
 
-_ASK_INTERVAL_S = 0.5
-_HOST_SILENCE_S = 2.9
-"""A host that has ranks and has not responded for this long is lost; after a cut of 2 s it has: `Member`."""
-_BUSY_SILENCE_S = 180.0
-"""An agent does not respond while it imports torch: a second, or a minute on a busy machine."""
-_STOP_TIMEOUT_S = 8.0
+_STORY_LENGTH = 50
 Reply = Callable[[Mapping[str, Any]], None]
 _CONNECT_TIMEOUT_S = 5.0
 _RECONNECT_TIMEOUT_S = 1.0
 _HANDSHAKE_TIMEOUT_S = 60.0
-_RETRY_INTERVAL_S = 0.5
-_NOTEBOOK_SILENCE_S = 30.0
-"""The notebook's agent may be stopped or swapped out for a while; after this long, the ranks here are killed."""
-_GIVE_UP_S = 300.0
-_QUIET_S = 1.0
-"""The notebook's agent asks twice per second; when it has not for this long, this one sends something by itself."""
 _UNREACHED_MS = 8000
 """What the system of the notebook's host has not received for this long says that the link is cut, not that the agent
 is stopped. The notebook's agent has given this host up by then."""
@@ -60,58 +52,23 @@ Link = tuple[socket.socket, connections.MessageSigner]
 class HostConnection(connections.AcceptedConnection):
     """The connection of another host's agent."""
 
-    facts: messages.HostFacts | None = None
-    """What it said about itself; None until it has."""
-    ranks: dict[int, int]
-    """Pid of each of its live ranks."""
     state: messages.AgentState | None = None
     """What it replied last."""
+    _asked_ns = 0
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        selector: selectors.BaseSelector,
-        on_close: Callable[[connections.Connection], None],
-        on_message: Callable[[HostConnection, dict[str, Any]], None],
-        key: bytes,
-    ) -> None:
-        self.ranks = {}
-        self._numbers = itertools.count(1)
-        self._replies: dict[int, Reply] = {}
-        self.clock = ClockEstimate()
-        self._asked_at = 0.0
-        self._asked_ns = 0
-        self._owes_reply = False
-        super().__init__(sock, selector, on_close, lambda parts, _: on_message(self, json.loads(parts[0])), key)
+    @cached_property
+    def clock(self) -> ClockEstimate:
+        """Its host's clock."""
+        return ClockEstimate()
 
-    def command(self, command: messages.Command[Any], reply: Reply) -> None:
-        """Send a command; `reply` gets the fields of the answer."""
-        number = next(self._numbers)
-        self._replies[number] = reply
-        self.send_message(messages.command_message(number, command))
+    def ask(self) -> None:
+        """Ask for the state."""
+        self._asked_ns = time.monotonic_ns()
+        self.send_message(messages.command_message(QUESTION, messages.GetInfo()))
 
-    def on_reply(self, message: dict[str, Any]) -> None:
-        """Pass on the answer to a command."""
-        if (reply := self._replies.pop(message.pop("id", 0), None)) is not None:
-            reply(message)
-
-    def fail(self, reason: str) -> None:
-        """Answer the commands that will get no answer."""
-        replies, self._replies = self._replies, {}
-        for reply in replies.values():
-            reply(messages.refusal(reason))
-
-    def ask(self, now: float) -> float:
-        """Ask for the state, unless a reply is due; return when to ask next."""
-        # One question at a time: with few unacknowledged packets, TCP sends lost ones again after a constant time.
-        if not self._owes_reply and now >= self._asked_at + _ASK_INTERVAL_S:
-            self._asked_at, self._owes_reply, self._asked_ns = now, True, time.monotonic_ns()
-            self.command(messages.GetInfo(), self._on_state)
-        return self._asked_at + _ASK_INTERVAL_S if not self._owes_reply else now + _ASK_INTERVAL_S
-
-    def _on_state(self, fields: Mapping[str, Any]) -> None:
-        self._owes_reply = False
-        if not messages.rejection(messages.GetInfo, fields):  # the connection is closed: `fail`
+    def learn(self, fields: Mapping[str, Any]) -> None:
+        """Take over the state that it replied."""
+        if not messages.rejection(messages.GetInfo, fields):
             self.state = messages.decode_outcome(messages.GetInfo, fields)
             self.clock.add(self._asked_ns, self.state.received_ns, self.state.sent_ns, self.received_ns)
 
@@ -125,14 +82,9 @@ class HostConnection(connections.AcceptedConnection):
             pass
         return True
 
-    @property
-    def lost_at(self) -> float:
-        """When it is lost, unless it responds before; monotonic time in seconds."""
-        return self.received_at + (_HOST_SILENCE_S if self.ranks else _BUSY_SILENCE_S)
-
 
 class Hosts:
-    """The other hosts of the cluster.
+    """The other hosts of the cluster; `membership.transition` decides about them.
 
     Args:
         selector: The agent's selector.
@@ -153,15 +105,14 @@ class Hosts:
         self._peers = peers
         self._engine_file = engine_file
         self._report = report
-        self._by_name: dict[str, HostConnection] = {}
-        self._lost: dict[str, str] = {}
+        self.roster = Roster(socket.gethostname())
+        self._story: deque[Entry] = deque(maxlen=_STORY_LENGTH)
+        self._links: dict[int, HostConnection] = {}
+        self._numbers = itertools.count(QUESTION + 1)
+        self._wanted: dict[int, tuple[messages.Command[Any], Reply]] = {}
         self.listener: connections.TcpListener | None = None
         """Where agents join; None: they cannot."""
         self._key = b""
-        self._stopped_at: float | None = None
-        self._checked_at = time.monotonic()
-        self.refused: list[str] = []
-        """Why hosts could not join."""
 
     def listen(self, ip: str, key: bytes) -> messages.StorePort:
         """Let agents join on this address; return the same port if they can already."""
@@ -169,7 +120,10 @@ class Hosts:
         def accept(sock: socket.socket) -> None:
             connections.close_unauthenticated(list(self._peers))
             connections.resend_soon(sock)
-            self._peers.add(HostConnection(sock, self._selector, self._closed, self._on_message, key))
+            number = next(self._numbers)
+            closed, handle = partial(self._closed, number), partial(self._on_message, number)
+            self._links[number] = link = HostConnection(sock, self._selector, closed, handle, key)
+            self._peers.add(link)
 
         self._key = key
         self.listener = self.listener or connections.TcpListener(ip, self._selector, accept)
@@ -178,58 +132,69 @@ class Hosts:
     @property
     def facts(self) -> dict[str, messages.HostFacts]:
         """The hosts that are connected, by name."""
-        return {name: link.facts for name, link in self._by_name.items() if link.facts is not None}
+        return {host.facts.name: host.facts for host in self.roster.hosts.values()}
 
     @property
     def clocks(self) -> dict[str, HostClock]:
         """The clocks of these hosts, by name; not of one that has just joined."""
         now = time.monotonic_ns()
-        found = {name: link.clock.at(now) for name, link in self._by_name.items()}
+        found = {name: self._links[link].clock.at(now) for name, link in self.roster.links.items()}
         return {name: clock for name, clock in found.items() if clock is not None}
 
     @property
     def ranks(self) -> dict[int, int]:
         """Pid of each live rank on its host, by rank."""
-        return {rank: pid for link in self._by_name.values() for rank, pid in link.ranks.items()}
+        return {rank: pid for host in self.roster.hosts.values() for rank, pid in host.ranks.items()}
 
     @property
     def stopped(self) -> tuple[int, ...]:
         """The ranks on other hosts that are stopped, as by SIGSTOP."""
-        states = [link.state for link in self._by_name.values() if link.state is not None]
+        states = [state for link in self.roster.hosts if (state := self._links[link].state) is not None]
         return tuple(rank for state in states for rank in state.stopped)
 
-    def _on_message(self, link: HostConnection, message: dict[str, Any]) -> None:
-        if link.facts is None:
-            self._welcome(link, message)
-        elif "event" in message:
-            event = decode(messages.AgentEvent, message)
-            if isinstance(event, messages.Exit) and link.ranks.pop(event.rank, None) is not None:
-                self._report(msgspec.structs.replace(event, time_ns=time.monotonic_ns(), host=link.facts.name))
-        else:
-            link.on_reply(message)
+    @property
+    def lost(self) -> dict[str, str]:
+        """By name of each host that was lost, when it joined and was lost."""
+        return tell(self._story)
 
-    def _welcome(self, link: HostConnection, message: dict[str, Any]) -> None:
-        version = read_version(message.get("version"))
-        if reason := refuse_host(str(message.get("name")), version):
-            self.refused.append(reason)
-            link.send_message(messages.refusal(reason))
+    def _feed(self, event: membership.Event) -> None:
+        before = self.roster
+        self.roster, effects = transition(before, event)
+        if any(isinstance(effect, membership.NOTED) for effect in effects):
+            self._story.append(Entry(time.time(), before, event, self.roster, effects))
+        for effect in effects:
+            match effect:
+                case membership.Report(left):
+                    told = self.lost[left.host] if left.host_lost else ""
+                    reason = f"{left.host_lost} ({told})" if " again " in told else left.host_lost
+                    self._report(replace(left, time_ns=time.monotonic_ns(), host_lost=reason))
+                case membership.Reply(number, fields):
+                    self._wanted.pop(number)[1](fields)
+                case _ if effect.link not in self._links:  # closed by what could not be sent
+                    pass
+                case membership.Admit(link, name):
+                    self._links[link].send_message(encode(messages.Welcome(name, self._read_engine_file())))
+                case membership.Tell(link, message):
+                    self._links[link].send_message(message)
+                case membership.Close(link):
+                    self._links[link].close()
+                case membership.Ask(link):
+                    self._links[link].ask()
+                case membership.Learn(link, fields):
+                    self._links[link].learn(fields)
+                case membership.Send(link, number):
+                    self._links[link].send_message(messages.command_message(number, self._wanted[number][0]))
+
+    def _on_message(self, link: int, parts: list[bytes], _: connections.Send) -> None:
+        message = json.loads(parts[0])
+        if link not in self._links:  # closed while an earlier message of it was handled
             return
-        facts = decode(messages.HostFacts, message)
-        for other in list(self._by_name.values()):
-            if other.facts is not None and other.facts.folder == facts.folder:  # it is back before it was missed
-                other.close()
-        if facts.is_only and facts.name in self._by_name:
-            # After a cut, the agent that was there joins again, and a repair may have started another one meanwhile.
-            link.send_message(
-                messages.refusal(f"Another agent serves the host {facts.name!r} by now, so this one exits.")
-            )
-            return
-        names, number = {socket.gethostname(), *self._by_name}, 1
-        while (name := facts.name if number == 1 else f"{facts.name}-{number}") in names:
-            number += 1
-        link.facts = msgspec.structs.replace(facts, name=name)
-        self._by_name[name] = link
-        link.send_message(encode(messages.Welcome(name, self._read_engine_file())))
+        if link not in self.roster.hosts:
+            self._feed(membership.Introduced(link, message))
+        elif "event" not in message:
+            self._feed(membership.Answered(link, message.pop("id", None), message))
+        elif isinstance(event := decode(messages.AgentEvent, message), messages.Exit):
+            self._feed(membership.Exited(link, event))
 
     def _read_engine_file(self) -> dict[str, Any]:
         try:
@@ -240,86 +205,41 @@ class Hosts:
             content["curve_serverkey"] = connections.mask_server_key(self._key, server_key.encode()).hex()
         return {name: value for name, value in content.items() if name != "key"}
 
-    def fork(self, command: messages.Fork, reply: Reply) -> None:
-        """Fork a rank on `command.host`; `reply` gets the fields of the answer.
-
-        Raises:
-            StartError: it is not connected.
-        """
-        link = self._link(command.host)
-
-        def on_reply(fields: Mapping[str, Any]) -> None:
-            if "pid" in fields:
-                link.ranks[command.rank] = fields["pid"]
-            reply(fields)
-
-        link.command(msgspec.structs.replace(command, host=""), on_reply)
-
-    def pass_on(self, command: messages.CompareFiles | messages.WriteFile, reply: Reply) -> None:
-        """Have the agent of `command.host` perform it; `reply` gets the fields of the answer.
-
-        Raises:
-            StartError: it is not connected.
-        """
-        self._link(command.host).command(msgspec.structs.replace(command, host=""), reply)
-
-    def _link(self, host: str) -> HostConnection:
-        if (link := self._by_name.get(host)) is None:
-            known = ", ".join(sorted(self._by_name)) or "none"
-            raise StartError(f"The host {host!r} is not connected; connected: {known}.")
-        return link
-
-    def signal(self, command: messages.Signal, reply: Reply) -> bool:
-        """Send a signal to a rank; return whether it is on one of these hosts."""
-        link = next((one for one in self._by_name.values() if command.rank in one.ranks), None)
-        if link is not None:
-            link.command(command, reply)
-        return link is not None
+    def take(self, command: messages.Command[Any], reply: Reply) -> bool:
+        """Pass on a command that is for another host; return whether it is. `reply` gets the fields of the answer."""
+        host, forks = "", None
+        if isinstance(command, messages.Signal):
+            host = next((one.facts.name for one in self.roster.hosts.values() if command.rank in one.ranks), "")
+        elif isinstance(command, messages.Fork | messages.CompareFiles | messages.WriteFile):
+            forks = command.rank if isinstance(command, messages.Fork) else None
+            host, command = command.host, replace(command, host="")
+        if host:
+            self._wanted[number := next(self._numbers)] = command, reply
+            self._feed(membership.Wanted(number, host, forks))
+        return bool(host)
 
     def step(self, now: float) -> float | None:
         """Ask each host for its state, and give up those that do not respond; return when to call this again."""
-        if now - self._checked_at > 2 * _ASK_INTERVAL_S:  # this agent itself was busy: what they sent is still unread
-            for link in self._by_name.values():
-                link.received_at = now
-        self._checked_at = now
-        due = None
-        for name, link in list(self._by_name.items()):
-            if self._stopped_at is None and now >= link.lost_at and not link.has_unread():
-                self._lost[name] = f"its agent has not responded for {now - link.received_at:.1f} s"
-                link.close()
-                continue
-            due = min(link.ask(now), due or now + _ASK_INTERVAL_S)
-            if self._stopped_at is None:
-                due = min(due, max(now, link.lost_at))
-        return due
+        if not self.roster.hosts:
+            return None
+        heard = {link: self._links[link].received_at for link in self.roster.hosts}
+        overdue = [link for link in heard if now >= self.roster.lost_at(link, heard)]
+        self._feed(membership.Look(now, heard, {link for link in overdue if self._links[link].has_unread()}))
+        return self.roster.due(now, heard)
 
-    def _closed(self, connection: connections.Connection) -> None:
-        self._peers.discard(connection)
-        if not isinstance(connection, HostConnection) or connection.facts is None:
-            return
-        name = connection.facts.name
-        self._by_name.pop(name, None)
-        reason = self._lost.pop(name, "its agent closed the connection")
-        connection.fail(f"The host {name!r} is no longer connected: {reason}.")
-        if self._stopped_at is not None:
-            return
-        for rank, pid in connection.ranks.items():
-            self._report(
-                messages.Exit(rank=rank, pid=pid, code=0, time_ns=time.monotonic_ns(), host=name, host_lost=reason)
-            )
+    def _closed(self, number: int, link: connections.Connection) -> None:
+        self._peers.discard(link)
+        self._links.pop(number, None)
+        self._feed(membership.Closed(number))
 
     def stop(self) -> None:
         """Stop the agents and all their ranks."""
-        if self._stopped_at is None:
-            self._stopped_at = time.monotonic()
-            for link in self._by_name.values():
-                link.command(messages.Stop(), lambda _: None)
+        self._feed(membership.Stop(time.monotonic()))
 
     @property
     def stopping(self) -> bool:
         """Whether `stop` still waits for an agent to exit."""
-        waited = time.monotonic() - (self._stopped_at or 0.0)
-        return bool(self._by_name) and waited < _STOP_TIMEOUT_S
+        return self.roster.is_stopping(time.monotonic())
 
 
 class UnreachableError(StartError):
@@ -330,21 +250,6 @@ class MemberConnection(connections.SignedConnection):
     """The connection to the notebook's agent, which sends commands like a notebook."""
 
     owner = "the cluster"
-    _greeted_at = 0.0
-
-    def greet(self, now: float) -> float:
-        """Send an empty message if the notebook's agent is quiet; return when to call this again.
-
-        TCP sends what was lost on a cut link again after longer and longer times, which begin with the first of them.
-        What is sent one second into the cut therefore arrives sooner after it than what was lost at its beginning. And
-        it fails for good where the other end has given up this connection.
-        """
-        if now < self.received_at + _QUIET_S:
-            return self.received_at + _QUIET_S
-        if self._greeted_at < self.received_at:
-            self._greeted_at = now
-            self.send_message({})
-        return now + _QUIET_S
 
 
 class Member:
@@ -368,11 +273,7 @@ class Member:
         """What `--sync` brings."""
         self._joined: Link | None = None
         self._connection: MemberConnection | None = None
-        self._retry_at: float | None = None
-        self._give_up_at = 0.0
-        self._checked_at = time.monotonic()
-        self.over = False
-        """Whether the cluster is gone, or unreachable for too long."""
+        self.membership = Membership(looked_at=time.monotonic())
 
     def join(self, *, timeout_s: float = _CONNECT_TIMEOUT_S) -> None:
         """Connect within `timeout_s` seconds, authenticate, and write the controller's connection file.
@@ -450,12 +351,27 @@ class Member:
         connection = MemberConnection(
             sock, selector, on_close, lambda parts, _: handle(connection, json.loads(parts[0])), signer
         )
-        self._connection, self._retry_at = connection, None
+        self._connection = connection
+        self._feed(membership.Linked())
         return connection
 
     def lost(self, now: float) -> None:
         """Note that the connection is closed."""
-        self._connection, self._retry_at, self._give_up_at = None, now, now + _GIVE_UP_S
+        self._connection = None
+        self._feed(membership.Cut(now))
+
+    def _feed(self, event: membership.MemberEvent) -> None:
+        self.membership, effect = follow(self.membership, event)
+        match effect:
+            case membership.HangUp() if self._connection is not None:
+                self._connection.close()
+            case membership.Greet() if self._connection is not None:
+                self._connection.send_message({})
+            case membership.Join():
+                try:
+                    self.join(timeout_s=_RECONNECT_TIMEOUT_S)
+                except StartError as error:
+                    self._feed(membership.Missed(is_final=not isinstance(error, UnreachableError)))
 
     def step(self, now: float, *, serving: bool) -> tuple[float | None, Link | None]:
         """Give up a connection that is silent, or try to join again.
@@ -470,28 +386,14 @@ class Member:
         if self._joined is not None:
             link, self._joined = self._joined, None
             return now, link
-        late, self._checked_at = now - self._checked_at > 2.0, now
-        if self._connection is not None:
-            if late:  # this agent itself was busy: what was sent is still unread
-                self._connection.received_at = now
-            if now - self._connection.received_at > (_NOTEBOOK_SILENCE_S if serving else _BUSY_SILENCE_S):
-                self._connection.close()
-                return now, None
-            return self._connection.greet(now), None
-        if self._retry_at is None or now < self._retry_at:
-            return self._retry_at, None
-        self._retry_at = now + _RETRY_INTERVAL_S
-        try:
-            self.join(timeout_s=_RECONNECT_TIMEOUT_S)
-        except StartError as error:
-            # Refused: the notebook's agent has exited, or another one serves this host. Else the link may come back.
-            self.over = not isinstance(error, UnreachableError) or now > self._give_up_at
-        return self._retry_at, None
+        heard_at = self._connection.received_at if self._connection is not None else 0.0
+        self._feed(membership.Glance(now, heard_at, serving))
+        return self.membership.due(now, heard_at), None
 
     def localized(self, command: messages.Fork) -> messages.Fork:
         """Return the command with what only this host knows: its environment, folders and modules."""
         folder = str(self.copy.of(command.cwd) or (command.cwd if Path(command.cwd).is_dir() else Path.home()))
-        return msgspec.structs.replace(
+        return replace(
             command,
             env={**os.environ, **self._run_dir.ipython_env(), **command.env, HOST_NAME.name: self.name},
             cwd=folder,

@@ -56,6 +56,8 @@ class AgentState(Struct, frozen=True):
     """The other hosts that are connected, by name."""
     hosts_refused: tuple[str, ...] = ()
     """Why hosts could not join, one sentence each."""
+    hosts_lost: Mapping[str, str] = field(default_factory=dict)
+    """When each host that was lost joined and was lost, by name; also of those that have joined again."""
     clocks: Mapping[str, HostClock] = field(default_factory=dict)
     """The clocks of the other hosts, by name."""
     received_ns: int = 0

@@ -42,7 +42,7 @@ REFUSAL = "axon_refusal"
 """Message type of a reply that refuses the request; holds the reason."""
 FAILURE = "axon_failed"
 """Message type of a reply to a request whose handler raised; holds the exception."""
-PROTOCOL = 17
+PROTOCOL = 18
 """The version that this code speaks."""
 
 
