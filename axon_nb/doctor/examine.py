@@ -10,7 +10,7 @@ from typing import Any
 
 from axon_nb._version import __version__
 from axon_nb.cluster.launch.placement import plan_layout
-from axon_nb.cluster.launch.schedulers import K8sOption, K8sProgram, RayOption, check_ray
+from axon_nb.cluster.launch.schedulers import K8sOption, RayOption
 from axon_nb.doctor import installation
 from axon_nb.doctor.clusters import FoundCluster, clusters, find_clusters, rank_names
 from axon_nb.doctor.machine import NVML, gpus, host, limits, network
@@ -99,10 +99,7 @@ def k8s(hosts: str) -> Section:
         hosts: The option `--hosts`.
     """
     try:
-        namespace = K8sOption.parse(hosts).where.partition("=")[0]
-        program = K8sProgram()
-        found = program.ask("check", namespace=namespace)
-        program.leave()
+        found = K8sOption.parse(hosts).check()
     except AxonError as error:
         finding = Finding("connection", str(error), "problem", f"--hosts {hosts} cannot start ranks.", "See above.")
         return Section("Kubernetes", (finding,))
@@ -139,7 +136,7 @@ def ray(hosts: str) -> Section:
     if hosts.partition(":")[0] != "ray":
         raise UsageError(f"`doctor --hosts` checks ray, ray:ADDRESS, k8s or k8s:NAMESPACE; got {hosts}.")
     try:
-        found = check_ray(RayOption.parse(hosts).where)
+        found = RayOption.parse(hosts).check()
     except AxonError as error:
         finding = Finding("connection", str(error), "problem", f"--hosts {hosts} cannot start ranks.", "See above.")
         return Section("Ray", (finding,))

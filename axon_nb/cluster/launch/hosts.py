@@ -2,8 +2,8 @@
 
 `ssh` starts the agents once per host, `srun`, `mpiexec` or Ray once for all. Each runs `axon-nb host --join` on the
 other hosts. That reads the cluster's key from standard input, or from the environment with `mpiexec`, which gives its
-input to one process: the key is in no command line. What starts an agent here lives as long as that agent; with Ray,
-until it has joined.
+input to one process: the key is in no command line. What starts an agent here lives as long as that agent; with
+Kubernetes, until it has joined.
 """
 
 from __future__ import annotations
@@ -87,6 +87,11 @@ class HostsOption(Struct, frozen=True):
     """The Slurm job whose nodes they are."""
     scheduler: SchedulerOption | None = None
 
+    def give_back(self) -> None:
+        """Have the scheduler take back what it has reserved."""
+        if self.scheduler is not None and self.scheduler.program is not None:
+            self.scheduler.program.end()
+
 
 def parse_hosts(text: str, num_ranks: int) -> HostsOption:
     """Parse `--hosts`: ``join:2``, ``ssh:a,b=4``, ``ssh`` (ipyparallel's configuration), ``slurm:JOB`` or ``mpi:a,b``.
@@ -153,13 +158,9 @@ def parse_scheduler(text: str) -> SchedulerOption:
     Raises:
         UsageError: a value is none that is possible, or the scheduler's client is missing.
     """
-    if text.partition(":")[0] == "ray":
-        from axon_nb.cluster.launch.schedulers import RayOption
+    from axon_nb.cluster.launch.schedulers import K8sOption, RayOption
 
-        return RayOption.parse(text)
-    from axon_nb.cluster.launch.schedulers import K8sOption
-
-    return K8sOption.parse(text)
+    return (RayOption if text.partition(":")[0] == "ray" else K8sOption).parse(text)
 
 
 def _named(text: str, names: str) -> dict[str, int | None]:

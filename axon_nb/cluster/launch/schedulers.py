@@ -7,7 +7,6 @@ bundle of a placement group.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import importlib.util
 import json
 import os
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from msgspec import Struct
 from msgspec.structs import replace
 
-from axon_nb.cluster.launch.placement import LOOPBACK, Layout, address_towards
+from axon_nb.cluster.launch.placement import LOOPBACK, Layout
 from axon_nb.errors import StartError, UsageError
 from axon_nb.host.connections import store_key
 from axon_nb.records.protocol.agent import ServeStore
@@ -40,10 +39,14 @@ PLACEMENTS = ("pack", "spread")
 class SchedulerOption(Struct, frozen=True):
     """What `--hosts` asks for, and what it got."""
 
-    name: ClassVar[str] = ""
+    name: ClassVar[str]
     """What `--hosts` calls the scheduler."""
-    cannot_grow: ClassVar[str] = ""
-    """The end of a sentence: why there can be no more ranks than reserved."""
+    title: ClassVar[str]
+    """What messages call it."""
+    cannot_grow: ClassVar[str]
+    """A sentence that says why there can be no more ranks than reserved."""
+    install: ClassVar[str]
+    """What to do where axon_nb is missing."""
 
     where: str = ""
     """What follows the name."""
@@ -52,13 +55,15 @@ class SchedulerOption(Struct, frozen=True):
     placement: str = "pack"
     bundles: tuple[int, ...] = ()
     """How many ranks each host gets; empty until the scheduler was asked."""
+    group: str = ""
+    """What Ray calls that which it has reserved."""
     program: Any = None
     """What has asked it."""
 
     @property
     def text(self) -> str:
         """The option, with all that a restart or a repair needs."""
-        values = {"gpus_per_rank": self.gpus_per_rank, "placement": self.placement}
+        values = {"gpus_per_rank": self.gpus_per_rank, "placement": self.placement, "group": self.group}
         values["bundles"] = ".".join(map(str, self.bundles))
         return (
             f"{self.name}:{self.where}?{urllib.parse.urlencode({key: one for key, one in values.items() if one != ''})}"
@@ -77,12 +82,14 @@ class SchedulerOption(Struct, frozen=True):
         if gpus not in ("None", "0", "1"):
             raise UsageError(f"--gpus-per-rank must be 0 or 1, as a rank uses one device; got {gpus}.")
         bundles = tuple(int(count) for count in values.get("bundles", "").split(".") if count)
-        option = cls(where, None if gpus == "None" else int(gpus), values.get("placement", "pack"), bundles)
+        placement, group = values.get("placement", "pack"), values.get("group", "")
+        option = cls(where, None if gpus == "None" else int(gpus), placement, bundles, group)
         option.raise_if_wrong()
         return option
 
     def raise_if_wrong(self) -> None:
         """Raise if a value is none that is possible, or the scheduler's client is missing."""
+        raise NotImplementedError
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -90,7 +97,7 @@ class SchedulerOption(Struct, frozen=True):
         return tuple(f"{self.name}-{index}" for index in range(len(self.bundles)))
 
     def find_room(self, layout: Layout, ip: str | None, *, cpu: bool, backend: str) -> tuple[Self, Layout, str]:
-        """Ask the scheduler which hosts there can be.
+        """Ask the scheduler which hosts there can be; Ray reserves them.
 
         Args:
             layout: What was planned.
@@ -104,19 +111,16 @@ class SchedulerOption(Struct, frozen=True):
         Raises:
             StartError: it cannot be reached, or not do that; the message says why.
         """
-        raise NotImplementedError
-
-    def with_found(
-        self, layout: Layout, program: SchedulerProgram, *, gpus: int, bundles: tuple[int, ...], backend: str
-    ) -> tuple[Self, Layout]:
-        """Return the option and the layout with what was found."""
-        kind, usual, visible = ("cuda:0", "nccl", None) if gpus else ("cpu", "gloo", "")
+        program, gpus, size = SchedulerProgram(self), 0 if cpu else self.gpus_per_rank, layout.num_ranks
+        found = program.ask("look", where=self.where, num_ranks=size, gpus_per_rank=gpus, placement=self.placement)
+        own_ip, bundles = found.pop("ip"), tuple(found.pop("bundles"))
+        kind, usual, visible = ("cuda:0", "nccl", None) if found["gpus_per_rank"] else ("cpu", "gloo", "")
         chosen = usual if backend == "auto" else backend
-        layout = replace(layout, devices=(kind,) * layout.num_ranks, backend=chosen, visible=visible)
-        return replace(self, gpus_per_rank=gpus, bundles=bundles, program=program), layout
+        layout = replace(layout, devices=(kind,) * size, backend=chosen, visible=visible)
+        return replace(self, program=program, bundles=bundles, **found), layout, ip or own_ip or LOOPBACK
 
     def place(self, hosts: tuple[str, ...], connection: Connection, address: str, timeout_s: float) -> SchedulerProgram:
-        """Begin to place hosts, whose agents then join.
+        """Begin to place hosts, whose agents then join; `SchedulerProgram.placed` says where.
 
         Args:
             hosts: Those that get an agent.
@@ -124,7 +128,36 @@ class SchedulerOption(Struct, frozen=True):
             address: Where agents join, ``ip:port``.
             timeout_s: How long it may take until they have.
         """
-        raise NotImplementedError
+        program = self.program or SchedulerProgram(self)
+        program.hosts = hosts
+        program.send(
+            "place",
+            where=self.where,
+            group=self.group,
+            gpus_per_rank=self.gpus_per_rank,
+            hosts={host: self.bundles[self.hosts.index(host)] for host in hosts},
+            folder=str(connection.run_dir.path),
+            join=address,
+            ports=self.ports(connection, address),
+            key=connection.client.session.key.decode(),
+            timeout_s=timeout_s,
+        )
+        return program
+
+    def ports(self, connection: Connection, address: str) -> list[int]:
+        """Return the ports of this host that a tunnel leads hosts to; empty: they reach it."""
+        return []
+
+    def check(self) -> dict[str, Any]:
+        """Return what `axon-nb doctor` reports.
+
+        Raises:
+            StartError: the scheduler cannot be reached; the message says why.
+        """
+        program = SchedulerProgram(self)
+        found = program.ask("check", where=self.where)
+        program.leave()
+        return found
 
     def raise_if_unreserved(self, num_ranks: int) -> None:
         """Refuse more ranks than the scheduler has reserved resources for.
@@ -139,31 +172,71 @@ class SchedulerOption(Struct, frozen=True):
             )
 
 
+class RayOption(SchedulerOption, frozen=True):
+    """What `--hosts ray` asks for, and what it got; `where` is Ray's address, empty: that of RAY_ADDRESS, or here."""
+
+    name = "ray"
+    title = "Ray"
+    cannot_grow = "Ray has reserved resources for {reserved} ranks, and a placement group cannot grow."
+    install = "install it in the image or the runtime environment that Ray uses"
+
+    def raise_if_wrong(self) -> None:
+        """Raise if a value is none that is possible, or Ray is not installed here."""
+        if self.placement not in PLACEMENTS:
+            raise UsageError(f"--placement must be pack or spread; got {self.placement}.")
+        if importlib.util.find_spec("ray") is None:
+            raise UsageError(
+                "--hosts ray needs Ray in this environment, in the cluster's version: run `pip install ray`."
+            )
+
+
+class K8sOption(SchedulerOption, frozen=True):
+    """What `--hosts k8s` asks for, and what it got; `where` is the namespace, and after a ``=`` the ranks of a pod."""
+
+    name = "k8s"
+    title = "Kubernetes"
+    cannot_grow = "The pods were made for {reserved} ranks."
+    install = "install it in the image that the template names"
+
+    def raise_if_wrong(self) -> None:
+        """Raise if the namespace cannot be one, or Kubernetes' client is not installed here."""
+        if not _WHERE.fullmatch(self.where):
+            raise UsageError(
+                f"--hosts k8s needs a namespace and maybe the ranks of each pod, such as k8s:team=4; got {self.where}."
+            )
+        if importlib.util.find_spec("kubernetes") is None:
+            raise UsageError("--hosts k8s needs Kubernetes' client in this environment: run `pip install kubernetes`.")
+
+    def ports(self, connection: Connection, address: str) -> list[int]:
+        """Return the ports of this host that a tunnel leads pods to; empty: they reach it."""
+        if connection.ip != LOOPBACK:
+            return []
+        key = store_key(connection.client.session.key).hex()
+        controller = json.loads(connection.run_dir.engine_file.read_text())
+        own = [connection.agent.call(ServeStore(connection.ip, key)).port, int(address.rpartition(":")[2])]
+        return [*(port for port in controller.values() if isinstance(port, int)), *controller["broadcast"], *own]
+
+
 class SchedulerProgram:
-    """A process for one start, repair or check.
+    """A process that uses the client of a scheduler, for one start, repair or check; Ray's stays as long as the ranks.
 
     Args:
-        module: Which of `axon_nb.host.schedulers` it runs.
-        name: What the scheduler is called.
+        option: Which scheduler.
     """
 
-    install = ""
-    """What to do where axon_nb is missing."""
-
-    def __init__(self, module: str, name: str) -> None:
-        self.name = name
+    def __init__(self, option: SchedulerOption) -> None:
+        self.option = option
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._unread = b""
+        self._placed: dict[str, Any] | None = None
         self.hosts: tuple[str, ...] = ()
         """Those that it places."""
-        self.facts: dict[str, Any] | None = None
-        """Of each host, once it is placed."""
-        pipe, command = subprocess.PIPE, (sys.executable, "-P", "-m", f"axon_nb.host.schedulers.{module}")
+        pipe, command = subprocess.PIPE, (sys.executable, "-P", "-m", f"axon_nb.host.schedulers.{option.name}")
         # Not in the kernel's process group, which Jupyter's stop button signals.
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, start_new_session=True)
 
     def ask(self, command: str, **request: object) -> dict[str, Any]:
-        """Have it run one of the module's functions, and return what that returns.
+        """Have it run one of the module's functions, and return what that answers.
 
         Raises:
             StartError: it failed; the message says why.
@@ -172,10 +245,9 @@ class SchedulerProgram:
             self.send(command, **request)
             answer = self.answer(_ANSWER_TIMEOUT_S)
             if answer is None:
-                raise StartError(f"{self.name} did not respond within {_ANSWER_TIMEOUT_S:.0f} s.")
+                raise StartError(f"{self.option.title} did not respond within {_ANSWER_TIMEOUT_S:.0f} s.")
         except BaseException:
-            self.process.terminate()
-            self.leave()
+            self.end()
             raise
         return answer
 
@@ -187,40 +259,59 @@ class SchedulerProgram:
             self.process.stdin.flush()
 
     def answer(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return its next answer; None if there is none within `timeout_s` seconds.
+        """Return its next answer, and print what it notes before; None if there is none within `timeout_s` seconds.
 
         Raises:
             StartError: it refuses, or has exited.
         """
         assert self.process.stdout is not None
         end = time.monotonic() + timeout_s
-        while b"\n" not in self._unread:
-            if not select.select([self.process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
-                return None
-            if not (data := os.read(self.process.stdout.fileno(), 1 << 16)):
-                self._errors.seek(0)
-                lines = self._errors.read().decode(errors="replace").strip().splitlines() or ["no output"]
-                raise StartError(f"The process that uses {self.name} has exited: {lines[-1]}")
-            self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        if "refused" in answer:
-            raise StartError(answer["refused"])
-        return answer
+        while True:
+            while b"\n" not in self._unread:
+                if not select.select([self.process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+                    return None
+                if not (data := os.read(self.process.stdout.fileno(), 1 << 16)):
+                    self._errors.seek(0)
+                    lines = self._errors.read().decode(errors="replace").strip().splitlines() or ["no output"]
+                    raise StartError(f"The process that uses {self.option.title} has exited: {lines[-1]}")
+                self._unread += data
+            line, _, self._unread = self._unread.partition(b"\n")
+            answer: dict[str, Any] = json.loads(line)
+            if "refused" in answer:
+                raise StartError(answer["refused"])
+            if "note" not in answer:
+                return answer
+            print(answer["note"], flush=True)
 
     def raise_if_failed(self, timeout_s: float = 0.0) -> None:
-        """Raise if a host cannot be placed, or not join.
+        """Raise if a host cannot be placed, or not join: a pod may also fail after all have begun to run.
 
         Raises:
             StartError: why, and what to do.
         """
         try:
-            self.facts = self.facts or self.answer(timeout_s)
+            self._placed = self.answer(0.0 if self._placed else timeout_s) or self._placed
         except StartError as error:
             names = ", ".join(self.hosts)
             who = f"One of the hosts {names}" if len(self.hosts) > 1 else f"The host {names!r}"
-            fix = f": {self.install}." if "No module named" in str(error) and "axon_nb" in str(error) else ""
+            fix = f": {self.option.install}." if "No module named" in str(error) and "axon_nb" in str(error) else ""
             raise StartError(f"{who} cannot join: {error}{fix}") from None
+
+    def placed(self, timeout_s: float) -> list[str]:
+        """Say where the hosts are.
+
+        Raises:
+            StartError: one cannot join, or it is not known within `timeout_s` seconds.
+        """
+        self.raise_if_failed(timeout_s)
+        if self._placed is None:
+            raise StartError(f"{self.option.title} did not say within {timeout_s:.0f} s where it has placed the hosts.")
+        return list(self._placed["placed"])
+
+    def end(self) -> None:
+        """Have it end now: Ray takes back what it has reserved."""
+        self.process.terminate()
+        self.leave()
 
     def leave(self) -> None:
         """Have it end when it is done; a thread reaps it, so that a long-lived kernel keeps no zombie."""
@@ -232,194 +323,3 @@ class SchedulerProgram:
     def _reap(self) -> None:
         with self.process, self._errors:  # closes them
             self.process.wait()
-
-
-# ---- Kubernetes ------------------------------------------------------------------------------------------------------
-
-
-class K8sOption(SchedulerOption, frozen=True):
-    """What `--hosts k8s` asks for, and what it got; `where` is the namespace, and after a ``=`` the ranks of a pod."""
-
-    name = "k8s"
-    cannot_grow = "The pods were made for {reserved} ranks."
-
-    def raise_if_wrong(self) -> None:
-        """Raise if the namespace cannot be one, or Kubernetes' client is not installed here."""
-        if not _WHERE.fullmatch(self.where):
-            raise UsageError(
-                f"--hosts k8s needs a namespace and maybe the ranks of each pod, such as k8s:team=4; got {self.where}."
-            )
-        if importlib.util.find_spec("kubernetes") is None:
-            raise UsageError("--hosts k8s needs Kubernetes' client in this environment: run `pip install kubernetes`.")
-
-    def find_room(self, layout: Layout, ip: str | None, *, cpu: bool, backend: str) -> tuple[Self, Layout, str]:
-        """Ask whether the cluster would accept the pods, and how they reach this host.
-
-        Raises:
-            StartError: it is not reached, or would not; the message says why.
-        """
-        namespace, _, count = self.where.partition("=")
-        size, program = int(count or 1), K8sProgram()
-        bundles = tuple(min(size, layout.num_ranks - first) for first in range(0, layout.num_ranks, size))
-        gpus = 0 if cpu else self.gpus_per_rank
-        found = program.ask("look", namespace=namespace, gpus_per_rank=gpus, ranks=bundles[0])
-        option, layout = self.with_found(layout, program, gpus=found["gpus_per_rank"], bundles=bundles, backend=backend)
-        return replace(option, where=f"{found['namespace']}={size}"), layout, ip or found["ip"] or LOOPBACK
-
-    def place(self, hosts: tuple[str, ...], connection: Connection, address: str, timeout_s: float) -> SchedulerProgram:
-        """Begin to make the Jobs; in each a pod runs the host's agent."""
-        program, ports = self.program or K8sProgram(), list[int]()
-        if connection.ip == LOOPBACK:
-            key = store_key(connection.client.session.key).hex()
-            controller = json.loads(connection.run_dir.engine_file.read_text())
-            ports = [port for port in controller.values() if isinstance(port, int)] + controller["broadcast"]
-            ports += [connection.agent.call(ServeStore(connection.ip, key)).port, int(address.rpartition(":")[2])]
-        program.hosts = hosts
-        program.send(
-            "place",
-            namespace=self.where.partition("=")[0],
-            gpus_per_rank=self.gpus_per_rank,
-            hosts={host: self.bundles[self.hosts.index(host)] for host in hosts},
-            folder=str(connection.run_dir.path),
-            join=address,
-            ports=ports,
-            key=connection.client.session.key.decode(),
-            timeout_s=timeout_s,
-        )
-        return program
-
-
-class K8sProgram(SchedulerProgram):
-    """The process in which Kubernetes' client is used, for one start, repair or check."""
-
-    install = "install it in the image that the template names"
-
-    def __init__(self) -> None:
-        super().__init__("k8s", "Kubernetes")
-
-    def answer(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return its next answer, and print what it notes meanwhile; None if there is none in time."""
-        while (answer := super().answer(timeout_s)) is not None and "note" in answer:
-            print(answer["note"], flush=True)
-        return answer
-
-    def raise_if_failed(self, timeout_s: float = 0.0) -> None:
-        """Raise if a pod cannot run, or its agent not join: it says so also after all pods have begun to run.
-
-        Raises:
-            StartError: why, and what to do.
-        """
-        before, self.facts = self.facts, None
-        super().raise_if_failed(timeout_s if before is None else 0.0)
-        if self.facts is None:
-            self.facts = before
-
-    def placed(self, timeout_s: float) -> list[str]:
-        """Say which pod each host is, and on which node.
-
-        Raises:
-            StartError: it is not known within `timeout_s` seconds.
-        """
-        self.raise_if_failed(timeout_s)
-        return [f"{host} is the pod {one['pod']} on {one['node']}." for host, one in (self.facts or {}).items()]
-
-
-# ---- Ray -------------------------------------------------------------------------------------------------------------
-
-
-class RayOption(SchedulerOption, frozen=True):
-    """What `--hosts ray` asks for, and what it got; `where` is Ray's address, empty: that of RAY_ADDRESS, or here."""
-
-    name = "ray"
-    cannot_grow = "Ray has reserved resources for {reserved} ranks, and a placement group cannot grow."
-
-    def raise_if_wrong(self) -> None:
-        """Raise if a value is none that is possible, or Ray is not installed here."""
-        if self.placement not in PLACEMENTS:
-            raise UsageError(f"--placement must be pack or spread; got {self.placement}.")
-        if importlib.util.find_spec("ray") is None:
-            raise UsageError(
-                "--hosts ray needs Ray in this environment, in the cluster's version: run `pip install ray`."
-            )
-
-    def find_room(self, layout: Layout, ip: str | None, *, cpu: bool, backend: str) -> tuple[Self, Layout, str]:
-        """Ask Ray how many ranks each of its nodes has room for.
-
-        Raises:
-            StartError: Ray cannot be reached, or has no room; the message says what is missing.
-        """
-        program = RayProgram()
-        found = program.ask(
-            "look",
-            address=self.where,
-            num_ranks=layout.num_ranks,
-            gpus_per_rank=0 if cpu else self.gpus_per_rank,
-            placement=self.placement,
-        )
-        gpus, bundles = found["gpus_per_rank"], tuple(found["counts"])
-        option, layout = self.with_found(layout, program, gpus=gpus, bundles=bundles, backend=backend)
-        return option, layout, ip or address_towards(found["ip"], option.text)
-
-    def place(self, hosts: tuple[str, ...], connection: Connection, address: str, timeout_s: float) -> SchedulerProgram:
-        """Begin to place hosts in Ray, whose agents then join; `RayProgram.placed` says where."""
-        program = self.program or RayProgram()
-        program.hosts, program.bundles, cluster = hosts, self.bundles, connection.run_dir.path.name
-        program.send(
-            "place",
-            address=self.where,
-            name=f"axon_nb-{cluster}",
-            title=f"axon_nb of {getpass.getuser()}, {cluster}",
-            bundles=[{"CPU": count, **({"GPU": count} if self.gpus_per_rank else {})} for count in self.bundles],
-            strategy=self.placement.upper(),
-            hosts={host: self.hosts.index(host) for host in hosts},
-            join=address,
-            key=connection.client.session.key.decode(),
-            timeout_s=timeout_s / 2,
-        )
-        return program
-
-
-class RayProgram(SchedulerProgram):
-    """The process in which Ray is used, for one start, repair or check."""
-
-    install = "install it in the image or the runtime environment that Ray uses"
-    bundles: tuple[int, ...] = ()
-
-    def __init__(self) -> None:
-        super().__init__("ray", "Ray")
-
-    def placed(self, timeout_s: float) -> list[str]:
-        """Say where Ray has placed the hosts, and which of them have other versions than this one.
-
-        Raises:
-            StartError: it has not, or not within `timeout_s` seconds.
-        """
-        from importlib import metadata
-
-        self.raise_if_failed(timeout_s)
-        if self.facts is None:
-            raise StartError(f"Ray did not say within {timeout_s:.0f} s where it has placed the hosts.")
-        own = {"python": ".".join(map(str, sys.version_info[:3])), "torch": metadata.version("torch")}
-        lines = []
-        for host, facts in self.facts.items():
-            count = self.bundles[int(host.rpartition("-")[2])]
-            lines.append(f"Ray placed {host} ({count} rank{'s' * (count != 1)}) on {facts['node']} ({facts['ip']}).")
-            lines += [
-                f"{host} has {package} {facts[package] or 'not installed'}, the notebook {version}: what is pushed or "
-                "pulled may not load there. Use the same version."
-                for package, version in own.items()
-                if facts[package] != version
-            ]
-        return lines
-
-
-def check_ray(address: str) -> dict[str, Any]:
-    """Return what there is in Ray, and for each node its versions and whether it reaches this host.
-
-    Raises:
-        StartError: Ray cannot be reached; the message says why.
-    """
-    program = RayProgram()
-    found = program.ask("check", address=address)
-    program.leave()
-    return found

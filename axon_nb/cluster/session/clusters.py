@@ -24,7 +24,7 @@ from axon_nb.cluster.inspection.variables import PREDEFINED
 from axon_nb.cluster.launch import compatibility
 from axon_nb.cluster.launch.connection import Connection, default_name, in_kernel, kernel_id, open_existing, open_new
 from axon_nb.cluster.launch.engines import join_world, launch_engines, launcher_class, stop_engines
-from axon_nb.cluster.launch.hosts import await_hosts, own_address, parse_hosts, with_room
+from axon_nb.cluster.launch.hosts import HostsOption, await_hosts, own_address, parse_hosts, with_room
 from axon_nb.cluster.launch.placement import (
     LOOPBACK,
     Layout,
@@ -142,18 +142,14 @@ def start(
     cluster_name = _free_name(name)
     _check_number(layout)
     others, layout, ip = with_room(others, layout, ip, cpu=devices == "cpu", backend=backend)
+    connection = launched = None
     starting = f"Starting {count_of(layout.num_ranks, 'rank')} …"
-    on_progress(f"{starting} 0 of {layout.num_ranks}")
-    if not several_hosts:
-        connection = session.prewarm.take(chosen_settings.start_timeout)
-    else:
-        session.prewarm.discard()
-        connection = open_new(ip=ip or LOOPBACK, ranks_here=others is None or others.counts[0] > 0)
-        if note := compatibility.unencrypted():
-            print(note, file=sys.stderr)
-        print(f"The controller, the rendezvous store and Gloo listen on {ip} for ranks on other hosts.")
-    launched = None
     try:
+        on_progress(f"{starting} 0 of {layout.num_ranks}")
+        if several_hosts:
+            connection = _open_to_hosts(session, ip, others)
+        else:
+            connection = session.prewarm.take(chosen_settings.start_timeout)
         if layout.reserves:
             _reserve_gpus(connection, layout, cluster_name, shares=devices != "auto")
         if others is not None:
@@ -188,12 +184,24 @@ def start(
     except BaseException:
         if launched is not None:
             stop_engines(launched, launcher)
-        connection.stop()
+        if connection is not None:
+            connection.stop()
+        if others is not None:
+            others.give_back()
         raise
     cluster.state.launched = launched
     session.put(cluster)
     Endpoint(cluster, lambda: session.settings.share).start()
     return cluster
+
+
+def _open_to_hosts(session: NotebookSession, ip: str | None, others: HostsOption | None) -> Connection:
+    session.prewarm.discard()
+    connection = open_new(ip=ip or LOOPBACK, ranks_here=others is None or others.counts[0] > 0)
+    if note := compatibility.unencrypted():
+        print(note, file=sys.stderr)
+    print(f"The controller, the rendezvous store and Gloo listen on {ip} for ranks on other hosts.")
+    return connection
 
 
 def _check_number(layout: Layout) -> None:

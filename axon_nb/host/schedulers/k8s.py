@@ -224,20 +224,27 @@ def _job_name(request: Mapping[str, Any], host: str) -> str:
 
 
 def look(client: Client, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Say which namespace it is, how many GPUs each rank gets, and this host's address if it is a pod.
+    """Say which namespace it is, how many ranks each host gets, and GPUs each rank, and this host's address if a pod.
 
     The API server checks the Job of the first host without making it.
     """
-    namespace, gpus = request["namespace"] or client.namespace, request["gpus_per_rank"]
+    gpus, number, (namespace, _, count) = (
+        request["gpus_per_rank"],
+        request["num_ranks"],
+        request["where"].partition("="),
+    )
+    namespace, size = namespace or client.namespace, int(count or 1)
+    bundles = [min(size, number - first) for first in range(0, number, size)]
     with client.explaining("read pods"):
         own = client.own_pod()
     if gpus is None:
         gpus = _find_gpus(client)
     first = {"namespace": namespace, "folder": "check", "gpus_per_rank": gpus, "join": "127.0.0.1:1", "ports": []}
-    job = make_job(read_template(own), {**first, "hosts": {"k8s-0": request["ranks"]}}, "k8s-0", own)
+    job = make_job(read_template(own), {**first, "hosts": {"k8s-0": bundles[0]}}, "k8s-0", own)
     with client.explaining("make Jobs"):
         client.batch.create_namespaced_job(namespace, job, dry_run="All")
-    yield {"namespace": namespace, "gpus_per_rank": gpus, "ip": "" if own is None else own.status.pod_ip}
+    ip = "" if own is None else own.status.pod_ip
+    yield {"where": f"{namespace}={size}", "bundles": bundles, "gpus_per_rank": gpus, "ip": ip}
 
 
 def _find_gpus(client: Client) -> int:
@@ -252,6 +259,7 @@ def place(client: Client, request: Mapping[str, Any]) -> Iterator[dict[str, Any]
     Before, it notes why pods do not run. Afterwards a pod that fails is still reported, until standard input ends.
     """
     own, made = client.own_pod(), list[str]()
+    request = {**request, "namespace": request["where"].partition("=")[0]}
     template, old = read_template(own), {pod.metadata.uid for pod in _pods(client, request)}
     try:
         for host in request["hosts"]:
@@ -315,7 +323,7 @@ def _follow(client: Client, request: Mapping[str, Any], old: Collection[str]) ->
     end, said, answered = time.monotonic() + request["timeout_s"], set[str](), False
     tunnels = set[str]()
     while True:
-        facts, reasons = {}, []
+        running, reasons = {}, []
         new = [pod for pod in _pods(client, request) if pod.metadata.uid not in old]
         new.sort(key=lambda pod: pod.metadata.creation_timestamp)
         pods = {pod.metadata.labels[f"{LABEL}/host"]: pod for pod in new}
@@ -326,15 +334,15 @@ def _follow(client: Client, request: Mapping[str, Any], old: Collection[str]) ->
             if reason:
                 reasons.append(f"{host} {reason}.{_fix(reason)}")
             elif host in pods and pods[host].status.phase == "Running":
-                facts[host] = {"pod": pods[host].metadata.name, "node": pods[host].spec.node_name}
+                running[host] = f"{host} is the pod {pods[host].metadata.name} on {pods[host].spec.node_name}."
                 if request["ports"] and host not in tunnels:
                     tunnels.add(host)
                     _start_tunnel(client, request, host)
         if not answered:
             yield from ({"note": f"Waiting: {reason}"} for reason in reasons if reason not in said)
             said |= {*reasons}
-            if len(facts) == len(request["hosts"]):
-                yield facts
+            if len(running) == len(request["hosts"]):
+                yield {"placed": [*running.values()]}
                 answered = True
             elif time.monotonic() > end:
                 raise Refused(reasons[0] if reasons else "not all pods run yet: see `kubectl get pods`.")
@@ -418,7 +426,7 @@ def _start_tunnel(client: Client, request: Mapping[str, Any], host: str) -> None
 
 def check(client: Client, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Say what `axon-nb doctor` reports: versions, permissions, room, and whether this host is a pod."""
-    namespace = request["namespace"] or client.namespace
+    namespace = request["where"].partition("=")[0] or client.namespace
     with client.explaining("read its version"):
         version = client.version.get_code().git_version
         own = client.own_pod()
@@ -434,7 +442,7 @@ def check(client: Client, request: Mapping[str, Any]) -> Iterator[dict[str, Any]
     problem = ""
     if not denied:
         try:
-            next(look(client, {"namespace": namespace, "gpus_per_rank": 0, "ranks": 1}))
+            next(look(client, {"where": namespace, "gpus_per_rank": 0, "num_ranks": 1}))
         except Refused as refused:
             problem = str(refused)
     nodes = []

@@ -1,29 +1,31 @@
 """What `--hosts ray` does in Ray, in a process of its own, so that a notebook can use Ray as it likes.
 
-``look`` finds out how many ranks each node has room for, ``check`` what `axon-nb doctor` reports, and ``place``
-reserves a placement group and has the agent of each host join. An actor on Ray's head does the work. It is detached,
-so it outlives the notebook, and ends itself when no agent is left. With it Ray ends what it owns: the placement group
-and the actor in each bundle.
+``look`` finds out how many ranks each node has room for and reserves it, ``check`` what `axon-nb doctor` reports, and
+``place`` has the agent of each host join. The process that has reserved a placement group stays as long as the
+notebook's agent. When it ends, however that is, Ray removes the group, and with it the actor in each bundle.
 
-Run as ``__main__``, the classes here reach Ray's nodes by value: Ray's head needs no axon_nb.
+Run as ``__main__``, the class here reaches Ray's nodes by value.
 """
 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from axon_nb.host.run_dir import RunDir
 from axon_nb.host.schedulers.serving import Refused, serve
 
 NAMESPACE = "axon_nb"
 _ON_HEAD: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
-_POLL_S = 0.05
+_POLL_S = 0.5
 _RETURN_S = 5.0
 """For Ray to return what a cluster that has just been stopped had reserved."""
 _AGENT = (
@@ -36,120 +38,31 @@ _PACKAGES = ("axon_nb", "torch", "ray")
 class Host:
     """An actor in one bundle: it runs the host's agent as a process that ends with it."""
 
+    _agent: Any = None
+
     def join(self, address: str, name: str, key: str) -> dict[str, str]:
         """Start the agent; return facts of this node once it has joined, or why it cannot as `failure`."""
         import subprocess
 
+        if self._agent is not None:  # it cannot be reached any more
+            self._agent.kill()
         env = {name: value for name, value in os.environ.items() if name != "PYTHONBREAKPOINT"}  # Ray's own debugger
         command = [sys.executable, "-P", "-c", _AGENT, "host", "--join", address, "--read-key", "--name", name]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(OSError), self._process.stdin as stdin:  # if it has exited, its output says why
+        agent = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        self._agent = agent
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        with contextlib.suppress(OSError), agent.stdin as stdin:  # if it has exited, its output says why
             stdin.write(key + "\n")
         lines: list[str] = []
-        for line in self._process.stdout:
+        for line in agent.stdout:
             if line.startswith("Joined "):
-                threading.Thread(target=self._process.stdout.read, daemon=True).start()
+                threading.Thread(target=agent.stdout.read, daemon=True).start()
                 return _facts()
             lines += [line.strip()] if line.strip() else []
         reason = next((line for line in lines if line.startswith("axon-nb: ")), lines[-1] if lines else "no output")
         return {**_facts(), "failure": reason.removeprefix("axon-nb: ")}
-
-    def wait(self) -> int:
-        """Return the agent's exit code."""
-        return self._process.wait()
-
-
-class Keeper:
-    """A detached actor on Ray's head that owns the placement group and the hosts' actors.
-
-    Args:
-        name: Name of the placement group.
-        bundles: What each host gets, such as ``{"CPU": 2, "GPU": 2}``.
-        strategy: Of the placement group.
-        patience_s: How long it waits for a host to join before it gives up; seconds.
-    """
-
-    def __init__(self, name: str, bundles: Sequence[Mapping[str, float]], strategy: str, patience_s: float) -> None:
-        from ray.util.placement_group import placement_group
-
-        self._bundles, self._patience_s = bundles, patience_s
-        self._group = placement_group([dict(one) for one in bundles], strategy=strategy, name=name)
-        self._lock = threading.Condition()
-        self._running, self._idle_since = 0, time.monotonic()
-        self._hosts: dict[int, Any] = {}
-        self._facts: dict[str, dict[str, str]] = {}
-        threading.Thread(target=self._end_when_idle, daemon=True).start()
-
-    def placed(self) -> bool:
-        """Whether all bundles have a node; Ray places those of a node that died again."""
-        from ray.util.placement_group import placement_group_table
-
-        return bool(placement_group_table(self._group)["state"] == "CREATED")
-
-    def run(self, index: int, address: str, name: str, key: str) -> None:
-        """Run the agent of a host in its bundle until it exits; the last one ends this actor."""
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        with self._lock:
-            self._running += 1
-        try:
-            if index in self._hosts:  # an agent that cannot be reached any more
-                ray.kill(self._hosts[index])
-            amounts, end = self._bundles[index], time.monotonic() + self._patience_s
-            facts = None
-            while facts is None:
-                host = self._hosts[index] = (
-                    ray.remote(Host)
-                    .options(
-                        num_cpus=amounts["CPU"],
-                        num_gpus=amounts.get("GPU", 0),
-                        scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
-                    )
-                    .remote()
-                )
-                try:
-                    facts = ray.get(host.join.remote(address, name, key), timeout=max(1.0, end - time.monotonic()))
-                except Exception as error:
-                    died = isinstance(error, ray.exceptions.ActorDiedError)
-                    if died and time.monotonic() < end:  # Ray has not noticed yet that the bundle's node is dead
-                        time.sleep(1.0)
-                    else:
-                        facts = {"failure": str(error).strip().splitlines()[-1]}
-            with self._lock:
-                self._facts[name] = facts
-                self._lock.notify_all()
-            if "failure" in facts:
-                ray.kill(host)
-                time.sleep(_RETURN_S)  # for `place` to ask why
-            else:
-                with contextlib.suppress(Exception):  # its node died
-                    ray.get(host.wait.remote())
-        finally:
-            with self._lock:
-                self._running, self._idle_since = self._running - 1, time.monotonic()
-                if not self._running:
-                    self._end()
-
-    def facts(self, wait_s: float) -> dict[str, dict[str, str]]:
-        """Return, once, the facts of those hosts that have joined, or failed to; if there are none, wait for some."""
-        with self._lock:
-            self._lock.wait_for(lambda: self._facts, wait_s)
-            found, self._facts = self._facts, {}
-        return found
-
-    def _end_when_idle(self) -> None:
-        while self._running or time.monotonic() - self._idle_since < self._patience_s:
-            time.sleep(1.0)
-        self._end()
-
-    def _end(self) -> None:
-        import ray
-
-        ray.kill(ray.get_runtime_context().current_actor)
 
 
 def _facts() -> dict[str, str]:
@@ -238,11 +151,11 @@ def _of(node: Mapping[str, Any], kind: str) -> str:
 
 @contextlib.contextmanager
 def _connected(request: Mapping[str, Any]) -> Iterator[Any]:
-    # Of Ray's import, jsonschema's check of international addresses would be three quarters; Ray checks none.
-    sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
+    # Of Ray's import, jsonschema's checks of addresses would be three quarters; Ray needs none of them.
+    sys.modules |= dict.fromkeys(("rfc3987_syntax", "rfc3986_validator"))  # type: ignore[arg-type]
     import ray
 
-    address: str = request["address"]
+    address: str = request["where"]
     host, _, port = address.rpartition(":")
     try:
         if port.isdigit():  # Ray itself would try for a minute
@@ -261,23 +174,57 @@ def _connected(request: Mapping[str, Any]) -> Iterator[Any]:
         ray.shutdown()
 
 
-def look(ray: Any, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how many ranks each host gets, how many GPUs each rank, and the address of a node."""
-    end = time.monotonic() + _RETURN_S
-    while True:
-        survey, gpus = _survey(ray), request["gpus_per_rank"]
-        if gpus is None:
-            gpus = int(any(node["total"]["GPU"] for node in survey["nodes"]))
-        counts = fit(survey["nodes"], request["num_ranks"], gpus, request["placement"])
-        if counts:
-            return {"counts": counts, "gpus_per_rank": gpus, "ip": survey["nodes"][0]["ip"]}
-        if time.monotonic() > end:
-            raise Refused(missing(survey, request["num_ranks"], gpus))
-        time.sleep(10 * _POLL_S)
+def look(ray: Any, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Reserve room; say how many ranks each host gets, how many GPUs each rank, and the address of a node."""
+    from ray.util.placement_group import placement_group
+
+    num_ranks, gpus, end = request["num_ranks"], request["gpus_per_rank"], time.monotonic() + _RETURN_S
+    survey = _survey(ray)
+    if gpus is None:
+        gpus = int(any(node["total"]["GPU"] for node in survey["nodes"]))
+    while not (counts := fit(survey["nodes"], num_ranks, gpus, request["placement"])) and time.monotonic() < end:
+        time.sleep(_POLL_S)
+        survey = _survey(ray)
+    name = _group_name(ray)
+    bundles = [{"CPU": count, **({"GPU": count} if gpus else {})} for count in counts]
+    if not counts or not placement_group(bundles, request["placement"].upper(), name).wait(_RETURN_S):
+        raise Refused(missing(_survey(ray), num_ranks, gpus))
+    yield {"bundles": counts, "gpus_per_rank": gpus, "ip": _own_ip(survey["nodes"][0]["ip"]), "group": name}
+    for index in range(len(counts)):  # their processes begin while the notebook starts a controller
+        _actor(ray, name, index)
 
 
-def check(ray: Any, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what there is, and for each node its versions and whether it reaches this host."""
+def _group_name(ray: Any) -> str:
+    return f"axon_nb of {getpass.getuser()}, job {ray.get_runtime_context().get_job_id()}"
+
+
+def _actor(ray: Any, group_name: str, index: int) -> Any:
+    """Return the actor in a bundle, a new one if there is none or its node died."""
+    from ray.util import get_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = get_placement_group(group_name)
+    amounts = group.bundle_specs[index]
+    options = {
+        "name": f"{group_name}, host {index}",
+        "get_if_exists": True,
+        "lifetime": "detached",  # ends with the group, also if a repair has made it
+        "max_concurrency": 2,
+        "num_cpus": amounts["CPU"],
+        "num_gpus": amounts.get("GPU", 0),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index),
+    }
+    return ray.remote(Host).options(**options).remote()
+
+
+def _own_ip(node: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((node, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def check(ray: Any, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Say what there is, and for each node its versions and whether it reaches this host."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def visit(ip: str, port: int) -> dict[str, str]:
@@ -290,57 +237,62 @@ def check(ray: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     with socket.create_server(("", 0)) as server:
         found = _survey(ray)
         for node in found["nodes"]:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((node["ip"], 9))  # sends nothing
-                ip = probe.getsockname()[0]
             there = NodeAffinitySchedulingStrategy(node["id"], soft=False)
             task = ray.remote(visit).options(num_cpus=0, scheduling_strategy=there)
             try:
-                node.update(ray.get(task.remote(ip, server.getsockname()[1]), timeout=60))
+                node.update(ray.get(task.remote(_own_ip(node["ip"]), server.getsockname()[1]), timeout=60))
             except Exception as error:
                 node["unreached"] = str(error).strip().splitlines()[-1]
-        return {**found, "own": _facts()}
+        yield {**found, "own": _facts()}
 
 
-def place(ray: Any, request: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Reserve what the hosts need, unless that is done, have their agents join, and return facts of their nodes."""
-    hosts: dict[str, int] = request["hosts"]
-    keeper, created, end = _find_keeper(ray, request["name"]), False, time.monotonic() + request["timeout_s"]
-    if keeper is None:
-        options = {**_ON_HEAD, "name": request["name"], "lifetime": "detached", "max_concurrency": 1000}
-        arguments = request["bundles"], request["strategy"], 2 * request["timeout_s"]
-        keeper, created = ray.remote(Keeper).options(**options).remote(request["title"], *arguments), True
-    try:
-        while not ray.get(keeper.placed.remote()):
-            if time.monotonic() > end:
-                wanted = [request["bundles"][index] for index in hosts.values()]
-                raise Refused(missing(_survey(ray), sum(one["CPU"] for one in wanted), int("GPU" in wanted[0])))
-            time.sleep(_POLL_S)
-        ray.get(keeper.facts.remote(0.0))  # of an earlier attempt
-        for name, index in hosts.items():
-            keeper.run.remote(index, request["join"], name, request["key"])
-        facts: dict[str, dict[str, str]] = {}
-        while len(facts) < len(hosts):
-            facts |= ray.get(keeper.facts.remote(1.0))
-            for one in facts.values():
-                if "failure" in one:
-                    where = f"node {one['node']} ({one['ip']}): " if "node" in one else ""
-                    raise Refused(f"{where}{one['failure']}")
-        return facts
-    except BaseException:
-        if created:
-            ray.kill(keeper)
-        raise
+def place(ray: Any, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Have the agents of hosts join, and say where they are; then keep the group, if this process has reserved it."""
+    from ray.util import get_placement_group
+
+    counts, timeout_s = request["hosts"], request["timeout_s"] / 2
+    facts, end = dict[str, dict[str, str]](), time.monotonic() + timeout_s
+
+    def join(host: str) -> Any:
+        actor = _actor(ray, request["group"], int(host.rpartition("-")[2]))
+        return actor.join.remote(request["join"], host, request["key"])
+
+    calls = {join(host): host for host in counts}
+    while calls:
+        done, _ = ray.wait([*calls], timeout=max(1.0, end - time.monotonic()))
+        if not done:
+            if get_placement_group(request["group"]).wait(1):
+                raise Refused(f"Ray has not started {', '.join(calls.values())} within {timeout_s:.0f} s.")
+            raise Refused(missing(_survey(ray), sum(counts[host] for host in calls.values()), request["gpus_per_rank"]))
+        host = calls.pop(done[0])
+        try:
+            found = ray.get(done[0])
+        except ray.exceptions.RayError as error:
+            if time.monotonic() > end or not isinstance(error, ray.exceptions.RayActorError):
+                raise Refused(str(error).strip().splitlines()[-1]) from None
+            time.sleep(_POLL_S)  # Ray has not noticed yet that the bundle's node is dead
+            calls[join(host)] = host
+            continue
+        if "failure" in found:
+            raise Refused(f"node {found['node']} ({found['ip']}): {found['failure']}")
+        facts[host] = found
+    yield {"placed": [line for host in counts for line in _describe(host, counts[host], facts[host])]}
+    if request["group"] == _group_name(ray):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as agent:
+            agent.connect(str(RunDir(Path(request["folder"])).agent_socket))
+            agent.recv(1)  # until it ends
 
 
-def _find_keeper(ray: Any, name: str) -> Any:
-    with contextlib.suppress(Exception):  # there is none, or it is ending
-        keeper = ray.get_actor(name)
-        ray.get(keeper.placed.remote(), timeout=10)
-        return keeper
-    return None
+def _describe(host: str, count: int, facts: Mapping[str, str]) -> Iterator[str]:
+    yield f"Ray placed {host} ({count} rank{'s' * (count != 1)}) on {facts['node']} ({facts['ip']})."
+    own = _facts()
+    for package in ("python", "torch"):
+        if facts[package] != own[package]:
+            yield (
+                f"{host} has {package} {facts[package] or 'not installed'}, the notebook {own[package]}: what is "
+                "pushed or pulled may not load there. Use the same version."
+            )
 
 
 if __name__ == "__main__":
-    commands = {"look": look, "check": check, "place": place}
-    sys.exit(serve(_connected, {name: lambda *given, run=run: [run(*given)] for name, run in commands.items()}))
+    sys.exit(serve(_connected, {"look": look, "check": check, "place": place}))

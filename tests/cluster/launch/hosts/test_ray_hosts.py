@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +80,26 @@ def test_ranks_run_where_ray_places_them_and_stop_returns_the_room(ray: Script, 
     script.ok("c.stop()")
     assert _is_free(ray, 4.0)
     assert until(lambda: not script.others()), command_lines(script.others())
+
+
+def test_doctor_checks_each_node(hosts: str, script: Script) -> None:
+    text = script.value(f"from axon_nb.doctor.examine import examine; ' '.join(examine({hosts}).text().split())")
+    assert "3 nodes" in text
+    assert text.count("2 of 2 CPUs free, 0 of 0 GPUs free; same versions; reaches this host") == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_room_is_returned_if_the_start_is_cut_short(
+    ray: Script, hosts: str, script: Script, number: signal.Signals
+) -> None:
+    # A notebook keeps the last exception, and with it what the start knew.
+    script.submit(f"try: axon_nb.start(4, {hosts})\nexcept BaseException as error: kept = error; raise")
+    assert until(lambda: any("axon_nb.host" in line and "--run-dir" in line for line in command_lines(script.others())))
+    assert ray.value(FREE) == 0.0
+    script.process.send_signal(number)
+    assert _is_free(ray, 4.0)
+    assert until(lambda: not script.others()), command_lines(script.others())
+    assert number == signal.SIGKILL or "KeyboardInterrupt" in script.collect().kinds
 
 
 def test_full_cluster_says_what_is_missing_and_who_has_it(ray: Script, hosts: str, script: Script) -> None:
