@@ -62,7 +62,10 @@ class Port:
 def _listening(script: Script) -> list[Port]:
     found = []
     for process in [script.process, *script.others()]:
-        connections = psutil.Process(process.pid).net_connections("tcp")
+        try:
+            connections = psutil.Process(process.pid).net_connections("tcp")
+        except psutil.NoSuchProcess:  # it has just ended
+            continue
         listening = [one for one in connections if one.status == psutil.CONN_LISTEN]
         found += [Port(psutil.Process(process.pid), (one.laddr.ip, one.laddr.port)) for one in listening]
     return found
