@@ -321,7 +321,7 @@ def _pipeline_training(
     def compute(on_phase_start: PhaseCallback) -> None:
         on_phase[:] = [on_phase_start]
         with torch_api().static_stages():
-            torch_api().run_schedule(driver, stage_inputs, stage_target)
+            torch_api().run_schedule(driver, *stage_inputs, target=stage_target)
 
     return Training(part, optimizer_of(part), compute, (stage_inputs, stage_target))
 
