@@ -200,6 +200,7 @@ def _in_fsdp(
         wrap=checked_module_filter(model, request.wrap, "wrap"),
         mixed_precision=None if request.mixed_precision is None else getattr(torch, request.mixed_precision),
         cpu_offload=CPUOffload(request.cpu_offload),
+        keep_whole=request.keep_whole,
         sync_parameters=False,
     )
     return wrapped, wrapped.optimizer(kind.make, parameters(), **kind.options)
