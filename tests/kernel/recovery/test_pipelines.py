@@ -164,6 +164,23 @@ def test_step_is_rerun_after_a_failure_in(kernel: Kernel, schedule: str, where: 
     assert values(kernel.ok(f"%%distributed\n{same}")) == {"True"}
 
 
+def test_groups_split_from_another_survive_an_abort(kernel: Kernel) -> None:
+    kernel.ok("%%distributed\nparts = [dist.split_group(split_ranks=[[0, 3], [1]]) for _ in range(2)]")
+    use = """%%distributed
+t = torch.tensor([rank])
+if rank != 2: dist.all_reduce(t, group=parts[1])
+int(t), parts[1] is dist.GroupMember.NON_GROUP_MEMBER"""
+    expected = ["[ranks 0,3] (3, False)", "[rank 1] (1, False)", "[rank 2] (2, True)"]
+    assert sorted(kernel.ok(use).lines()) == sorted(expected)
+    assert (
+        "ValueError: bug"
+        in kernel.run("%%distributed\nif rank == 2: raise ValueError('bug')\ndist.barrier()").traceback
+    )
+    assert sorted(kernel.ok(use).lines()) == sorted(expected)
+    reply = kernel.run("%%distributed\ndist.split_group(split_ranks=[[1, 0, 2, 3]])")
+    assert "list the ranks of a group in ascending order; got [1, 0, 2, 3]" in reply.traceback
+
+
 @pytest.fixture(scope="module")
 def directed() -> Iterator[Kernel]:
     """Three ranks with a pipeline of torch's whose directions have groups of their own, and its gradients without."""
@@ -210,6 +227,19 @@ def test_directions_with_groups_of_their_own(directed: Kernel, which: int) -> No
     reply = directed.run(f"%%distributed\nif rank: run({which})")
     assert re.search(r"rank 1 waits in recv at line 2 .*for rank 0, which has finished the cell", reply.traceback)
     assert values(directed.ok(after)) == {"True"}
+
+
+def test_schedules_of_torch_get_split_batches_without_a_hint(directed: Kernel) -> None:
+    code = """%%distributed
+build()
+x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+first = {"arg_mbs": [(part,) for part in x.chunk(4)]} if rank == 0 else {}
+last = {"target_mbs": list(torch.zeros(8, 8).chunk(4)), "losses": []} if rank == world_size - 1 else {}
+schedules[0].step(**first, **last)
+torch.equal(torch.stack([p.grad for p in parts.parameters() if p.grad is not None and p.dim() == 2]), good[0])
+"""
+    reply = directed.ok(code)
+    assert (values(reply), reply.stderr) == ({"True"}, "")
 
 
 def test_actions_are_drained_with_stage_and_microbatch(kernel: Kernel) -> None:
