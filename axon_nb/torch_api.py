@@ -146,9 +146,15 @@ class TorchApi:
                 for info in infos:
                     info.buffer = None
 
-    def run_schedule(self, schedule: Any, args: tuple[Any, ...], target: Any) -> None:
-        """Run a step of a pipeline's schedule, without merging its outputs."""
-        schedule.step(*args, target=target, return_outputs=False)
+    def run_schedule(self, schedule: Any, *args: Any, **inputs: Any) -> None:
+        """Run a step of a pipeline's schedule, without merging its outputs.
+
+        Args:
+            schedule: torch's schedule.
+            *args: The batch for the first stage.
+            **inputs: `target`; for a batch that is split already, `arg_mbs`, `kwarg_mbs` and `target_mbs` instead.
+        """
+        schedule.step(*args, return_outputs=False, **inputs)
 
     def static_stages(self) -> AbstractContextManager[None]:
         """Make a pipeline in a fake world use the shapes that its stages were given.
@@ -201,6 +207,21 @@ class Torch213(Torch214):
     def begin_sequence(self, backend: Any) -> None:
         """Agree with the peers on the first sequence number."""
         backend._set_sequence_number_for_group()
+
+    def run_schedule(self, schedule: Any, *args: Any, **inputs: Any) -> None:
+        """Run a step; what is split already takes the place of what torch splits, which is all it accepts here.
+
+        Before 2.10, torch merges the outputs of all steps.
+        """
+        given = [inputs.pop(name, None) for name in ("arg_mbs", "kwarg_mbs", "target_mbs")]
+        if any(given):
+            run = schedule._step_microbatches
+            schedule._step_microbatches = lambda *split, **options: run(*given, *split[len(given) :], **options)
+        can_skip = "return_outputs" in inspect.signature(schedule.step).parameters
+        try:
+            schedule.step(*args, **inputs, **({"return_outputs": False} if can_skip else {}))
+        finally:
+            vars(schedule).pop("_step_microbatches", None)
 
     @contextlib.contextmanager
     def static_stages(self) -> Iterator[None]:
@@ -322,13 +343,6 @@ class Torch210(Torch211):
         """Leave out a stage's messages to its own rank, where this torch sends some."""
         if hasattr(stage, "_get_init_p2p_neighbors_ops"):
             super().prepare_stage(stage)
-
-    def run_schedule(self, schedule: Any, args: tuple[Any, ...], target: Any) -> None:
-        """Run a step; its outputs are merged where this torch has no option against it."""
-        if "return_outputs" in inspect.signature(schedule.step).parameters:
-            super().run_schedule(schedule, args, target)
-        else:
-            schedule.step(*args, target=target)
 
     def forget_placements(self) -> None:
         """Clear the cache, which has no function for it here."""

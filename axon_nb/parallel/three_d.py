@@ -165,9 +165,11 @@ class Parallel3D(nn.Module):
             spans=spans,
         )
 
-    def step(self, x: Any = None, target: Any = None, loss: Loss | None = None) -> torch.Tensor | None:
+    def step(
+        self, x: Any = None, target: Any = None, loss: Loss | None = None, **microbatches: Any
+    ) -> torch.Tensor | None:
         """Run forward and backward on this rank's samples, like `Pipeline.step`, and average gradients over `dp`."""
-        losses = self.pipeline.step(x, target, loss)
+        losses = self.pipeline.step(x, target, loss, **microbatches)
         if self._axis_size("tp") > 1:
             barrier(group=axis_group(self.mesh, "tp"))  # no rank goes on while one with the same stage can still fail
         return losses

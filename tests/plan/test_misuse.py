@@ -53,6 +53,7 @@ MEMORY: list[tuple[Callable[..., Any], str]] = [
     (lambda: plan.memory(SMALL, 2, fragmentation="5%"), "fragmentation must be a fraction of everything else"),
     (lambda: plan.memory(SMALL, 2, optimizer_options=3), "optimizer_options must be keyword arguments"),
     (lambda: plan.memory(SMALL, 2, loss="mse"), "loss must be a function of the output"),
+    (lambda: plan.memory(SMALL, 2, keep_whole=True), "keep_whole needs strategy='shard_grad_op', dp as the only axis"),
     (
         lambda: plan.memory(SMALL, mesh={"tp": 2}, tp_plan=3),
         "tp_plan must be 'auto', or map module name patterns to styles; got 3",

@@ -16,12 +16,13 @@ once per step.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from axon_nb.engine.groups.abort import AbortedError, AbortFlag, BackendKind, NativeGroups, backend_of
 from axon_nb.engine.groups.recoverable import RecoverableGroup
 from axon_nb.engine.groups.state import GroupsState, current_groups, set_current_groups
+from axon_nb.errors import UsageError
 from axon_nb.records.environment import NCCL_INTERFACE
 from axon_nb.torch_api import torch_api
 
@@ -70,6 +72,8 @@ _MIN_POLL_S = 20e-6
 _NAME = "axon_nb"
 _REPLACED = {"gloo", _NAME, "cpu:gloo", "undefined", "none"}
 _MIXED = "cpu:gloo,cuda:nccl"
+_OF_PIPELINES = "pp_p2p_"
+"""How torch describes groups of one direction, of two ranks or all; it looks for neither's own number in them."""
 c10d = dist.distributed_c10d
 
 
@@ -345,6 +349,35 @@ def install_recoverable_groups(
         return group, store
 
     c10d._new_process_group_helper = helper
+    c10d.split_group = dist.split_group = _split_group
+
+
+def _split_group(
+    parent_pg: Any = None,
+    split_ranks: Sequence[Sequence[int]] = (),
+    timeout: timedelta | None = None,
+    *,
+    group_desc: str | None = None,
+    backend: Any = None,
+    **options: Any,
+) -> Any:
+    """Create what `dist.split_group` splits from a group's connection; here each group connects by itself.
+
+    torch splits in C++, where it finds nothing of ours, and no group that it makes there could be rebuilt. Its names
+    differ between ranks that are in different numbers of groups.
+    """
+    parent = parent_pg or c10d._get_default_group()
+    own = next((list(ranks) for ranks in split_ranks if dist.get_rank(parent) in ranks), None)
+    if own is None:
+        return dist.GroupMember.NON_GROUP_MEMBER
+    if own != sorted(own) and not str(group_desc).startswith(_OF_PIPELINES):
+        raise UsageError(f"split_group: list the ranks of a group in ascending order; got {own}.")
+    members = [dist.get_global_rank(parent, rank) for rank in own]
+    begin, taken = f"{parent.group_name}:{group_desc}:{members}:", {group.group_name for group in c10d._world.pg_names}
+    name = next(name for number in itertools.count() if (name := f"{begin}{number}") not in taken)
+    options |= {"timeout": timeout, "group_desc": group_desc, "backend": backend or dist.get_backend(parent)}
+    with named_group(name):
+        return dist.new_group(members, use_local_synchronization=True, **options)
 
 
 def _is_replaced(backend: str) -> bool:

@@ -34,6 +34,11 @@ _FSDP1 = ("torch.distributed.fsdp", "FullyShardedDataParallel")
 _SCHEDULES = ("torch.distributed.pipelining.schedules", "_PipelineSchedule")
 _DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 _GRAPHS = ("torch.cuda.graphs", "CUDAGraph")
+_DIRECTIONS = (
+    ("torch.distributed.pipelining._p2p", "_PP_EDGE_GROUP_CACHE"),
+    ("torch.distributed.pipelining.stage", "_PP_DIRECTION_GROUP_CACHE"),
+)
+"""Where torch keeps the groups of one direction of its pipelines: since 2.15, and in 2.14."""
 _CLOSE_TIMEOUT_S = 1.0
 _GLOO = "gloo"
 
@@ -180,7 +185,7 @@ def _reset_schedule(schedule: Any) -> None:
             getattr(schedule, name).clear()
     # Stages agree on shapes in their first step. If it was aborted, or a rank was replaced, only some have: the next
     # step would hang. And a receive in progress holds the buffers; they are created again with the rest.
-    for name in torch_api().schedule_flags:
+    for name in (*torch_api().schedule_flags, "_p2p_initialized"):
         if hasattr(schedule, name):
             setattr(schedule, name, False)
     for stage in [schedule._stage] if hasattr(schedule, "_stage") else schedule._stages:
@@ -209,6 +214,18 @@ def rebuild_reducer(module: Any) -> None:
         module.logger._set_static_graph()
     for hook, state in module._comm_hooks:
         sys.modules["torch.distributed"]._register_comm_hook(module.reducer, state, hook)
+
+
+def _forget_edges() -> None:
+    """Make pipelines create their groups of one direction again, as an aborted or replaced rank does.
+
+    Those of two ranks are a schedule's, whose next step takes new ones; those of 2.14 stay in the stages.
+    """
+    for module, name in _DIRECTIONS:
+        getattr(sys.modules.get(module), name, {}).clear()
+    for group in rebuildable_groups():
+        if str(group.group_desc).startswith("pp_p2p_round_"):
+            _drop(group)
 
 
 def abort(*, again: bool) -> None:
@@ -414,6 +431,7 @@ def recover(epoch: int, *, replaced: bool = False) -> RebuildReport:
     if native is not None and any(native.exchange(epoch, problem).values()):
         state.rebuilding = False
         return RebuildReport(0, 0, 0, (), lost_device=problem)
+    _forget_edges()
     num_groups = _rebuild_groups(epoch)
     wrappers, not_reset = reset_wrappers()
     if replaced:

@@ -10,7 +10,9 @@ skipped: cells still run, with the limitation that its comment names.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import contextvars
 import inspect
 import itertools
 import json
@@ -333,6 +335,7 @@ class DirectChannel:
         self._kernel = kernel
         self._stream: Any = None
         self._path = ""
+        self._context = contextvars.copy_context()
 
     def connect(self, request: DirectRequest) -> None:
         """Connect when no cell runs; a notebook on another host is not reached this way. Call it from any thread."""
@@ -354,8 +357,12 @@ class DirectChannel:
         dealer.setsockopt(zmq.IDENTITY, request.identity.encode())
         dealer.connect(f"ipc://{request.path}")
         self._stream = ZMQStream(dealer)
-        self._stream.on_recv(self._receive if hook("kernel.direct").is_used else self._queue, copy=False)
+        self._stream.on_recv(self._start if hook("kernel.direct").is_used else self._queue, copy=False)
         dealer.send(b"")
+
+    def _start(self, frames: list[Any]) -> asyncio.Task[None]:
+        """Run it in the context of the cells before, where torch keeps its options."""
+        return asyncio.get_running_loop().create_task(self._receive(frames), context=self._context)
 
     async def _receive(self, frames: list[Any]) -> None:
         async with self._kernel._main_asyncio_lock:

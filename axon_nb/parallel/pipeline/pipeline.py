@@ -35,14 +35,12 @@ from axon_nb.parallel.pipeline.stages import (
     HeldStages,
     PipelineStage,
     agree,
-    as_args,
     balanced_stage_starts,
     check_no_shared_parameters,
     describe_args,
-    find_problem,
+    find_problem_of_split,
     join_microbatches,
-    num_samples,
-    split_microbatches,
+    microbatches_of,
     split_sections,
 )
 from axon_nb.records.hooks import missing_hooks
@@ -156,7 +154,16 @@ class Pipeline(HeldStages):
             raise UsageError(f"at={list(at)} defines {len(at) + 1} stages, but num_stages={num_stages}; pass only one.")
         return cls(split_sections(model, at), group=group, **options)
 
-    def step(self, x: Any = None, target: Any = None, loss: Loss | None = None) -> torch.Tensor | None:
+    def step(
+        self,
+        x: Any = None,
+        target: Any = None,
+        loss: Loss | None = None,
+        *,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor | None:
         """Run forward and backward of one batch and accumulate gradients. Call it on every rank.
 
         Args:
@@ -164,6 +171,9 @@ class Pipeline(HeldStages):
                 first stage, ignored elsewhere.
             target: Target for the loss, a tensor with samples along dim 0. Required on the rank with the last stage.
             loss: Mean loss of one microbatch; None: the pipeline's own.
+            arg_mbs: Instead of `x`, the input of each microbatch, all of the same shapes.
+            kwarg_mbs: Keyword arguments of each microbatch, such as masks, for each stage of this rank.
+            target_mbs: Instead of `target`, that of each microbatch.
 
         Returns:
             On the rank with the last stage, the loss of each microbatch, shape (num_microbatches,), without gradient;
@@ -173,14 +183,23 @@ class Pipeline(HeldStages):
             UsageError: the batch cannot be split into microbatches, or something is missing; raised on all ranks.
         """
         self._step_loss = (loss,) if loss is not None else self._loss
-        args = as_args(x) if self.is_first and x is not None else ()
-        key = (describe_args(args), self._shape_context())
-        self._check_batch(x, target, training=True, changed=self._runner is None or key != self._runner_key)
+        inputs: list[Any] = []
+        targets: list[Any] = []
+        problem: str | None = None
+        if self.is_first:
+            inputs, problem = microbatches_of("x", x, self.num_microbatches, "arg_mbs", arg_mbs, several=True)
+        if self.is_last and problem is None:
+            targets, problem = microbatches_of("target", target, self.num_microbatches, "target_mbs", target_mbs)
+        if kwarg_mbs is not None:
+            problem = problem or find_problem_of_split("kwarg_mbs", kwarg_mbs, self.num_microbatches)
+        key = (*map(describe_args, inputs[:1]), self._shape_context())
+        changed = self._runner is None or key != self._runner_key
+        self._check_batch(inputs, targets, problem, training=True, changed=changed)
         if self._runner is None:
             self._runner, self._runner_key = self._make_runner(), key
         self._losses.clear()
         try:
-            self._runner.step(args, target if self.is_last else None)
+            self._runner.step(inputs or None, kwarg_mbs, [part for (part,) in targets] or None)
         except BaseException:
             self._runner = None  # torch would mix what it keeps of half a step with the next one
             raise
@@ -199,7 +218,11 @@ class Pipeline(HeldStages):
         Raises:
             UsageError: the batch cannot be split into microbatches; raised on all ranks.
         """
-        self._check_batch(args or None, None, training=False, changed=False)
+        inputs: list[Any] = []
+        problem: str | None = None
+        if self.is_first:
+            inputs, problem = microbatches_of("x", args or None, self.num_microbatches, several=True)
+        self._check_batch(inputs, [], problem, training=False, changed=False)
         run = ForwardPass(
             self._stage_modules,
             num_stages=self.num_stages,
@@ -208,7 +231,6 @@ class Pipeline(HeldStages):
             devices=self._devices,
             spans=self._spans,
         )
-        inputs = split_microbatches(args, self.num_microbatches) if self.is_first else []
         outputs = run.run(inputs, self.num_microbatches)
         return join_microbatches(outputs) if self.is_last else None
 
@@ -239,23 +261,23 @@ class Pipeline(HeldStages):
         watches = {} if self._runner is None else self._runner.watches
         return {stage: watch.peak for stage, watch in watches.items()}
 
-    def _check_batch(self, x: Any, target: Any, *, training: bool, changed: bool) -> None:
+    def _check_batch(
+        self, inputs: list[Any], targets: list[Any], problem: str | None, *, training: bool, changed: bool
+    ) -> None:
         """Continue on all ranks or on none, and rebuild torch's pipeline if any rank needs it."""
-        problem = None
         if self.is_first:
-            problem = find_problem("x", x, self.num_microbatches, several=True) or self._misplaced("inputs", 0, x)
+            problem = problem or self._misplaced("inputs", 0, inputs)
         if training and self.is_last and problem is None:
-            problem = find_problem("target", target, self.num_microbatches)
-            problem = problem or self._misplaced("targets", self.num_stages - 1, target)
+            problem = self._misplaced("targets", self.num_stages - 1, targets)
             if self._step_loss == (None,):
                 problem = "no loss given: use pipe.step(x, target, loss) or Pipeline(…, loss=loss)"
         if training and not torch.is_grad_enabled():
             problem = "step() needs gradients, which are disabled here; for inference use pipe(x)"
-        rows = [num_samples(x) if self.is_first else 0, num_samples(target) if training and self.is_last else 0]
+        rows = (sum(len(part[0]) for part in parts) for parts in (inputs, targets))
         everyone = agree(self._group, problem, int(changed), *rows)
-        inputs, targets = everyone[0][1], everyone[self.last_rank][2]
-        if training and inputs != targets:
-            raise UsageError(f"x and target must have equally many samples; got {inputs} and {targets}.")
+        given, wanted = everyone[0][1], everyone[self.last_rank][2]
+        if training and given != wanted:
+            raise UsageError(f"x and target must have equally many samples; got {given} and {wanted}.")
         if any(row[0] for row in everyone):
             self._runner = None
 
@@ -347,22 +369,23 @@ class Runner:
         )
         self._schedule.restores_buffers = True  # see `_preserve_state`; on ranks, schedules of others get a hint
 
-    def step(self, args: tuple[Any, ...], target: Any) -> None:
+    def step(self, args: list[Any] | None, kwargs: list[Any] | None, targets: list[Any] | None) -> None:
         """Run forward and backward of one batch.
 
         Args:
-            args: Arguments of the first stage; empty on ranks without it.
-            target: Target of the last stage; None on ranks without it.
+            args: Arguments of the first stage for each microbatch; None on ranks without it.
+            kwargs: Keyword arguments of this rank's stages for each microbatch; None: none.
+            targets: Targets of the last stage for each microbatch; None on ranks without it.
         """
         # torch 2.11 gives a stage strides that a slice of a larger tensor does not have, and then refuses them.
-        args = tuple(arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        args = args and [tuple(arg.contiguous() for arg in part) for part in args]
         start = now()
         for watch in self.watches.values():
             watch.begin_step(start)
         prepared = is_prepared(self._schedule, self._has_run)
         with quiet(), contextlib.nullcontext() if prepared else _preserve_state(self._modules, self.unshaped):
             try:
-                torch_api().run_schedule(self._schedule, args, target)
+                torch_api().run_schedule(self._schedule, arg_mbs=args, kwarg_mbs=kwargs, target_mbs=targets)
             except RuntimeError as error:
                 if (cause := _stage_exception(error)) is None:
                     raise

@@ -357,12 +357,6 @@ def as_args(x: Any) -> tuple[Any, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
-def num_samples(value: Any) -> int:
-    """Return the number of samples: dim 0 of a tensor, or of the first of a tuple; -1 if there is none."""
-    first = value[0] if isinstance(value, tuple) and value else value
-    return len(first) if isinstance(first, torch.Tensor) and first.ndim else -1
-
-
 def describe_args(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return shape, dtype and requires_grad of each tensor argument."""
     return tuple((tuple(arg.shape), arg.dtype, arg.requires_grad) for arg in args if isinstance(arg, torch.Tensor))
@@ -405,9 +399,47 @@ def find_problem(name: str, value: Any, num_microbatches: int, *, several: bool 
     return None
 
 
-def split_microbatches(args: tuple[torch.Tensor, ...], count: int) -> list[tuple[torch.Tensor, ...]]:
-    """Return the arguments of each microbatch."""
-    return list(zip(*(arg.chunk(count) for arg in args), strict=True))
+def microbatches_of(
+    name: str, whole: Any, count: int, split_name: str = "", split: Any = None, *, several: bool = False
+) -> tuple[list[tuple[torch.Tensor, ...]], str | None]:
+    """Return the arguments of each microbatch of a batch; else none, and why.
+
+    Args:
+        name: Name of the whole batch, for the message.
+        whole: The batch: a tensor; with `several`, possibly a tuple of them.
+        count: Number of microbatches.
+        split_name: Name of `split`.
+        split: The same, already split; None: not given.
+        several: Whether a tuple of tensors is allowed.
+    """
+    if split is None:
+        if problem := find_problem(name, whole, count, several=several):
+            return [], problem
+        return list(zip(*(arg.chunk(count) for arg in as_args(whole)), strict=True)), None
+    if whole is not None:
+        return [], f"pass {name} or {split_name}, not both"
+    if problem := find_problem_of_split(split_name, split, count):
+        return [], problem
+    each = (find_problem(f"{split_name}[{number}]", part, 1, several=several) for number, part in enumerate(split))
+    if problem := next(filter(None, each), None):
+        return [], problem
+    parts = [as_args(part) for part in split]
+    kinds = list(dict.fromkeys(map(describe_args, parts)))
+    if len(kinds) > 1:
+        first, other = ([f"{list(shape)} {dtype}" for shape, dtype, _ in kind] for kind in kinds[:2])
+        return [], (
+            f"all microbatches of {split_name} must have the same shapes and types; got {', '.join(first)} and "
+            f"{', '.join(other)}"
+        )
+    return parts, None
+
+
+def find_problem_of_split(name: str, split: Any, count: int) -> str | None:
+    """Return why these are not the microbatches of a step, whatever is in them."""
+    if isinstance(split, list) and len(split) == count:
+        return None
+    got = len(split) if isinstance(split, list) else type(split).__name__
+    return f"{name} must be a list of num_microbatches ({count}) parts; got {got}"
 
 
 def join_microbatches(outputs: list[Any]) -> Any:

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from axon_nb.parallel.data import kept
 from axon_nb.parallel.data.units import local_shard
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.plan import MemoryParts
@@ -47,6 +48,7 @@ NOWHERE = "nowhere"
 _MAKERS: dict[tuple[Path, str], str] = {
     (_FSDP / "_fsdp_collectives.py", ""): "communication",
     (_FSDP / "_fsdp_param.py", ""): "unsharded",
+    (Path(kept.__file__), ""): "unsharded",
     (_DISTRIBUTED / "_functional_collectives.py", ""): "communication",
     (_DISTRIBUTED / "tensor" / "_redistribute.py", ""): "communication",
     (_DISTRIBUTED / "tensor" / "_collective_utils.py", ""): "communication",

@@ -33,6 +33,7 @@ def memory(
     dtype: Any = None,
     cpu_offload: Any = "none",
     activation_checkpointing: Any = None,
+    keep_whole: bool = False,
     ranks: str | int | Sequence[int] = "worst",
     fragmentation: float | None = None,
     method: str = "simulate",
@@ -64,6 +65,7 @@ def memory(
         cpu_offload: A `CPUOffload`, or its value.
         activation_checkpointing: Blocks to recompute in backward: their class or its name, a function of a module that
             returns a bool, or True for the model's equal blocks.
+        keep_whole: As in `FSDP`, with ``shard_grad_op``.
         ranks: ``worst``, ``all``, or rank numbers.
         fragmentation: Allowance for fragmentation, as a fraction of everything else; None: 0.05 on cuda, 0 on cpu.
         method: ``simulate``, or ``closed_form``: model states only, immediately, in this process.
@@ -102,6 +104,7 @@ def memory(
         mixed_precision=None if mixed is None else dtype_name(mixed, "mixed_precision"),
         cpu_offload=arguments.choice_value(cpu_offload),
         activation_checkpointing=activation_checkpointing,
+        keep_whole=keep_whole,
         schedule=arguments.choice_value(options.pop("schedule", "1F1B")),
         ranks=parse_ranks(ranks),
         fragmentation=(0.05 if device == "cuda" else 0.0) if fragmentation is None else fragmentation,

@@ -61,6 +61,7 @@ class MemoryRequest:
     seq: int | None = None
     activation_checkpointing: Any = None
     wrap: Any = None
+    keep_whole: bool = False
     tp_plan: Any = "auto"
     num_microbatches: int | None = None
     schedule: str = "1F1B"
@@ -142,6 +143,11 @@ class MemoryRequest:
             raise PlanError(
                 "mixed_precision and cpu_offload require FSDP: add a dp axis, mesh={'dp': 1, 'tp': …}. To convert the "
                 "model, use dtype=."
+            )
+        is_plain = self.mesh.keys() == {"dp"} and self.cpu_offload == "none" and self.simulate
+        if self.keep_whole and (self.strategy != "shard_grad_op" or not is_plain):
+            raise PlanError(
+                "keep_whole needs strategy='shard_grad_op', dp as the only axis, no cpu_offload, and method='simulate'."
             )
         if self.size("ep") > 1 and self.strategy == "optimizer_state":
             raise PlanError("strategy='optimizer_state' does not work with ep here: use full_shard, or ddp.")

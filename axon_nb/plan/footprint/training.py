@@ -200,6 +200,7 @@ def _in_fsdp(
         wrap=checked_module_filter(model, request.wrap, "wrap"),
         mixed_precision=None if request.mixed_precision is None else getattr(torch, request.mixed_precision),
         cpu_offload=CPUOffload(request.cpu_offload),
+        keep_whole=request.keep_whole,
         sync_parameters=False,
     )
     return wrapped, wrapped.optimizer(kind.make, parameters(), **kind.options)
@@ -321,7 +322,7 @@ def _pipeline_training(
     def compute(on_phase_start: PhaseCallback) -> None:
         on_phase[:] = [on_phase_start]
         with torch_api().static_stages():
-            torch_api().run_schedule(driver, stage_inputs, stage_target)
+            torch_api().run_schedule(driver, *stage_inputs, target=stage_target)
 
     return Training(part, optimizer_of(part), compute, (stage_inputs, stage_target))
 

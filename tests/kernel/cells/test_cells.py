@@ -238,6 +238,14 @@ def test_unwritable_profile_fails_the_cell(kernel: Kernel, tmp_path: Path) -> No
     assert kernel.ok("%%distributed\nt_done").lines() == ["[ranks 0-3] 1"]
 
 
+def test_options_of_torch_hold_in_the_next_cells(kernel: Kernel) -> None:
+    kernel.ok("%%distributed\nimport torch.distributed.config as options\noptions.use_torchcomms = rank == 1")
+    try:
+        assert kernel.ok("%%distributed\noptions.use_torchcomms").lines() == ["[ranks 0,2-3] False", "[rank 1] True"]
+    finally:
+        kernel.ok("%%distributed\noptions.use_torchcomms = False")
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

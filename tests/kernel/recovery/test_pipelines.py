@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
 import pytest
+from torch.distributed import config
 
 from tests.support.kernel import FreshCluster, Kernel, Reply
 
@@ -158,6 +162,84 @@ def test_step_is_rerun_after_a_failure_in(kernel: Kernel, schedule: str, where: 
     kernel.ok("%%distributed\narmed = ''\nstep(1)\nstep(2)")
     same = f"all(map(torch.equal, weights(), good[{schedule!r}]))"
     assert values(kernel.ok(f"%%distributed\n{same}")) == {"True"}
+
+
+def test_groups_split_from_another_survive_an_abort(kernel: Kernel) -> None:
+    kernel.ok("%%distributed\nparts = [dist.split_group(split_ranks=[[0, 3], [1]]) for _ in range(2)]")
+    use = """%%distributed
+t = torch.tensor([rank])
+if rank != 2: dist.all_reduce(t, group=parts[1])
+int(t), parts[1] is dist.GroupMember.NON_GROUP_MEMBER"""
+    expected = ["[ranks 0,3] (3, False)", "[rank 1] (1, False)", "[rank 2] (2, True)"]
+    assert sorted(kernel.ok(use).lines()) == sorted(expected)
+    assert (
+        "ValueError: bug"
+        in kernel.run("%%distributed\nif rank == 2: raise ValueError('bug')\ndist.barrier()").traceback
+    )
+    assert sorted(kernel.ok(use).lines()) == sorted(expected)
+    reply = kernel.run("%%distributed\ndist.split_group(split_ranks=[[1, 0, 2, 3]])")
+    assert "list the ranks of a group in ascending order; got [1, 0, 2, 3]" in reply.traceback
+
+
+@pytest.fixture(scope="module")
+def directed() -> Iterator[Kernel]:
+    """Three ranks with a pipeline of torch's whose directions have groups of their own, and its gradients without."""
+    options = [name for name in vars(config)["_config"] if name.startswith("pipeline_per_")]
+    if not options:
+        pytest.skip("torch before 2.14")
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb")
+        kernel.ok("%distributed start -n 3 --backend gloo")
+        kernel.ok(PIPELINE)
+        kernel.ok(f"%%distributed\nimport torch.distributed.config\ntorch.distributed.config.{options[0]} = True")
+        yield kernel
+        kernel.run("%distributed stop")
+
+
+def test_a_step_is_aborted_while_its_directions_get_groups(directed: Kernel) -> None:
+    fail = """%%distributed
+split = dist.split_group
+def fail(*args, group_desc=None, **kwargs):
+    group = split(*args, group_desc=group_desc, **kwargs)
+    if rank == 2 and group_desc in ("pp_p2p_upstream", "pp_p2p_round_3"):
+        raise ValueError("the last group")  # the others have theirs
+    return group
+dist.split_group = fail
+build()
+run(0)
+"""
+    assert "ValueError: the last group" in directed.run(fail).traceback
+    directed.ok("%%distributed\narmed = ''\ndist.split_group = split\nbuild()")
+    assert values(directed.ok("%%distributed\ntorch.equal(run(0), good[0])")) == {"True"}
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["1F1B", "interleaved"])
+def test_directions_with_groups_of_their_own(directed: Kernel, which: int) -> None:
+    directed.ok("%%distributed\nbuild()")
+    after = f"%%distributed\narmed = ''\ntorch.equal(run({which}), good[{which}])"
+    described = "{g.group_desc for g in dist.distributed_c10d._world.pg_names if 'pp_p2p' in str(g.group_desc)}"
+    for where in ("forward", "backward"):
+        assert values(directed.ok(after)) == {"True"}
+        assert values(directed.ok(f"%%distributed\nlen({described}) > 1")) == {"True"}
+        reply = directed.run(f"%%distributed\narmed = {where!r}\nrun({which})")
+        assert "ValueError: bug" in reply.traceback
+    assert values(directed.ok(after)) == {"True"}
+    reply = directed.run(f"%%distributed\nif rank: run({which})")
+    assert re.search(r"rank 1 waits in recv at line 2 .*for rank 0, which has finished the cell", reply.traceback)
+    assert values(directed.ok(after)) == {"True"}
+
+
+def test_schedules_of_torch_get_split_batches_without_a_hint(directed: Kernel) -> None:
+    code = """%%distributed
+build()
+x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+first = {"arg_mbs": [(part,) for part in x.chunk(4)]} if rank == 0 else {}
+last = {"target_mbs": list(torch.zeros(8, 8).chunk(4)), "losses": []} if rank == world_size - 1 else {}
+schedules[0].step(**first, **last)
+torch.equal(torch.stack([p.grad for p in parts.parameters() if p.grad is not None and p.dim() == 2]), good[0])
+"""
+    reply = directed.ok(code)
+    assert (values(reply), reply.stderr) == ({"True"}, "")
 
 
 def test_actions_are_drained_with_stage_and_microbatch(kernel: Kernel) -> None:

@@ -75,6 +75,14 @@ def test_invalid_steps_raise_on_all_ranks(two: Any) -> None:
             _message(lambda: pipe.step((x, x[:8]), y[:8], loss_of)),
             _message(lambda: pipe(x[:2])),
             _message(pipe),
+            _message(lambda: pipe.step(x[:8], y[:8], loss_of, arg_mbs=[x[:2]] * 4)),
+            _message(lambda: pipe.step(None, y[:8], loss_of, arg_mbs=[x[:2]] * 3)),
+            _message(lambda: pipe.step(None, y[:8], loss_of, arg_mbs=x[:4])),
+            _message(lambda: pipe.step(None, y[:8], loss_of, arg_mbs=[x[:2], x[:3], x[:2], x[:1]])),
+            _message(lambda: pipe.step(None, y[:8], loss_of, arg_mbs=[x[:2], None, x[:2], x[:1]])),
+            _message(lambda: pipe.step(x[:8], None, loss_of, target_mbs=[y[:2]] * 5)),
+            _message(lambda: pipe.step(x[:8], None, loss_of, target_mbs=[y[:1]] * 4)),
+            _message(lambda: pipe.step(x[:8], y[:8], loss_of, kwarg_mbs=None if first else [{}])),
         ]
         with torch.no_grad():
             reported.append(_message(lambda: pipe.step(x[:8], y[:8], loss_of)))
@@ -104,6 +112,17 @@ def test_invalid_steps_raise_on_all_ranks(two: Any) -> None:
             "(on rank 0)."
         ),
         "x is missing (on rank 0).",
+        "pass x or arg_mbs, not both (on rank 0).",
+        "arg_mbs must be a list of num_microbatches (4) parts; got 3 (on rank 0).",
+        "arg_mbs must be a list of num_microbatches (4) parts; got Tensor (on rank 0).",
+        (
+            "all microbatches of arg_mbs must have the same shapes and types; got [2, 8] torch.float64 and [3, 8] "
+            "torch.float64 (on rank 0)."
+        ),
+        "arg_mbs[1] is missing (on rank 0).",
+        "target_mbs must be a list of num_microbatches (4) parts; got 5 (on rank 1).",
+        "x and target must have equally many samples; got 8 and 4.",
+        "kwarg_mbs must be a list of num_microbatches (4) parts; got 1 (on rank 1).",
         "step() needs gradients, which are disabled here; for inference use pipe(x) (on rank 0).",
     ]
     assert two.run(work) == [expected] * 2

@@ -18,7 +18,8 @@ from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of_rank
 from axon_nb.parallel.pipeline.stages import balance, child_costs
 from tests.parallel.conftest import make
-from tests.parallel.pipeline.pipelines import CASES, Trained, in_one_process, merged, train
+from tests.parallel.pipeline.pipelines import CASES, Trained, batches, in_one_process, merged, train
+from tests.support.training.models import loss_of
 
 STEPS = 3
 
@@ -95,6 +96,68 @@ def test_live_microbatches_match_the_formula(trained: Any, case: tuple[str, int,
     stats = PipelineMemoryStats.of(schedule, num_ranks=ranks, num_stages=stages, num_microbatches=microbatches)
     peaks = merged([reported.peaks for reported in trained("gloo", case)])
     assert tuple(peaks[stage] for stage in range(stages)) == stats.peak_per_stage
+
+
+class Scaled(nn.Linear):
+    """A layer whose output can be scaled."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x) * scale
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_batches_that_are_split_already(two: Any, schedule: str) -> None:
+    ((x, y),) = batches(1, 12)
+
+    def work(world: World) -> Any:
+        torch.manual_seed(0)
+        stages = [Scaled(8, 8, dtype=torch.float64) for _ in range(2 if schedule in ("GPipe", "1F1B") else 4)]
+        pipe = Pipeline(stages, group=world, num_microbatches=4, schedule=schedule, loss=loss_of)
+
+        def step(*args: Any, **options: Any) -> list[torch.Tensor]:
+            pipe.zero_grad()
+            losses = pipe.step(*args, **options)
+            found = [parameter.grad for parameter in pipe.parameters() if parameter.grad is not None]
+            return [*found, *([] if losses is None else [losses])]
+
+        parts = {"arg_mbs": list(x.chunk(4)), "target_mbs": list(y.chunk(4))}
+        step(x, y)
+        runner = pipe._runner
+        every = [
+            step(x, y),
+            step(**parts),
+            step(x, target_mbs=parts["target_mbs"]),
+            step(None, y, arg_mbs=[(part,) for part in parts["arg_mbs"]]),
+        ]
+        assert pipe._runner is runner, "the stages were not made again"
+        scales = [{"scale": 0.5}, {}, {"scale": -1.0}, {"scale": 2.0}]
+        return every, step(**parts, kwarg_mbs=scales), len(pipe.stage_indices)
+
+    for every, scaled, held in two.run(work):
+        for found in every[1:]:
+            assert all(map(torch.equal, every[0], found))
+            assert len(found) >= 2 * held
+        assert not any(map(torch.equal, every[0], scaled))
+
+
+def test_keyword_arguments_of_each_microbatch(two: Any) -> None:
+    def work(world: World) -> Any:
+        torch.manual_seed(3)
+        stages = [Scaled(8, 8, dtype=torch.float64) for _ in range(2)]
+        ((x, y),) = batches(1, 8)
+        model = nn.Sequential(*stages)
+        scales = [[0.5, 1.0, -1.0, 2.0], [3.0, 0.25, 1.0, 1.0]]
+        for number, (part, wanted) in enumerate(zip(x.chunk(4), y.chunk(4), strict=True)):
+            output = stages[1](stages[0](part, scales[0][number]), scales[1][number])
+            (loss_of(output, wanted) / 4).backward()
+        expected = [parameter.grad.clone() for parameter in model[world.rank()].parameters()]
+        model.zero_grad()
+        pipe = Pipeline(stages, group=world, num_microbatches=4, loss=loss_of)
+        pipe.step(x, y, kwarg_mbs=[{"scale": scale} for scale in scales[world.rank()]])
+        return expected, [parameter.grad for parameter in pipe.parameters()]
+
+    for expected, found in two.run(work):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])

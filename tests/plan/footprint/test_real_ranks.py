@@ -20,6 +20,8 @@ TWO, HYBRID = (("dp", 2),), (("replicate", 2), ("shard", 2))
 SHARDED = {
     **{f"{s}-{dtype or 'float32'}": Case(TWO, s, dtype=dtype) for s in STRATEGIES for dtype in (None, "bfloat16")},
     **{f"{s}-mixed": Case(TWO, s, mixed="bfloat16") for s in STRATEGIES},
+    "keep_whole": Case(TWO, "shard_grad_op", keep_whole=True),
+    "keep_whole-mixed": Case(TWO, "shard_grad_op", mixed="bfloat16", keep_whole=True),
     "hybrid_shard": Case(HYBRID, "hybrid_shard"),
     "hybrid_shard-mixed": Case(HYBRID, "hybrid_shard", mixed="bfloat16"),
     "full_shard-4": Case((("dp", 4),)),

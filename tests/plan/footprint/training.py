@@ -47,6 +47,7 @@ class Case:
     optimizer: str = "Adam"
     schedule: str = "1F1B"
     num_microbatches: int | None = None
+    keep_whole: bool = False
 
     @property
     def world(self) -> int:
@@ -68,6 +69,7 @@ class Case:
             num_microbatches=self.num_microbatches,
             tp_plan=layers() if {"pp", "tp"} <= dict(self.mesh).keys() else "auto",
             device="cpu",
+            keep_whole=self.keep_whole,
             **more,
         )
 
@@ -120,7 +122,8 @@ def _wrapped(world: World, model: nn.Module, case: Case) -> tuple[Any, Any]:
         mesh = mesh["dp"]
     mixed = getattr(torch, case.mixed) if case.mixed and case.strategy != "optimizer_state" else None
     group = None if mesh is not None else world
-    sharded = FSDP(model, group, strategy=ShardingStrategy(case.strategy), mesh=mesh, mixed_precision=mixed)
+    options: Any = {"strategy": ShardingStrategy(case.strategy), "keep_whole": case.keep_whole}
+    sharded = FSDP(model, group, mesh=mesh, mixed_precision=mixed, **options)
     return sharded, Both(sharded) if case.optimizer == "Muon" else sharded.optimizer(make)
 
 
