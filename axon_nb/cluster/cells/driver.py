@@ -37,7 +37,7 @@ async def run_to_completion_async(
         with contextlib.suppress(RuntimeError):  # a late message may find the loop closed
             loop.call_soon_threadsafe(woken.set)
 
-    run.wake = wake
+    run.wake, run.stepper = wake, threading.current_thread()
     try:
         interrupts.forward_to(run.interrupt)
         while not run.step():
@@ -87,7 +87,7 @@ def stop_for(error: BaseException, run: CellRun, finish: Callable[[], CellResult
 
 def _step_to_end(run: CellRun) -> None:
     woken = threading.Event()
-    run.wake = woken.set
+    run.wake, run.stepper = woken.set, threading.current_thread()
     while not run.step():
         woken.wait(run.poll_interval())
         woken.clear()

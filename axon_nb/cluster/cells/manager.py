@@ -7,6 +7,7 @@ import itertools
 import random
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
@@ -41,6 +42,7 @@ from axon_nb.records.units import format_bytes
 
 _DEFAULTS = CellFacts()
 _TIMEOUT_S = 2.0
+_ENDING_POLL_S = 0.005
 """Idle ranks reply in milliseconds, unless the machine is busy."""
 LEFT_RUNNING = "was left running"
 """Why this notebook no longer has a cluster that keeps running without it."""
@@ -200,7 +202,8 @@ class CellManager:
             state.connection.folder.update()
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout must be a number of seconds above 0; got {timeout:g}.")
-        ahead = [rank for other in list(state.active_cells) for rank in other.unfinished if rank in ranks]
+        self._wait_for_ending(ranks)
+        ahead = [other for other in list(state.active_cells) if not {*ranks}.isdisjoint(other.unfinished)]
         if trials := options.get("restores"):
             options["restores"] = trials = Trials(state, ranks, self.settings.undo_memory) if trials is True else trials
             trials.begin()
@@ -215,7 +218,17 @@ class CellManager:
             raise
         return run
 
-    def _send(self, run: CellRun, code: str, options: CellOptions, ahead: Sequence[int]) -> None:
+    def _wait_for_ending(self, ranks: Sequence[int]) -> None:
+        """Wait for cells on these ranks that another thread ends: an abort would take along what is sent now."""
+        me = threading.current_thread()
+
+        def is_in_the_way(run: CellRun) -> bool:
+            return run.is_ending and run.stepper not in (None, me) and not {*ranks}.isdisjoint(run.ranks)
+
+        while any(map(is_in_the_way, list(self.state.active_cells))):
+            time.sleep(_ENDING_POLL_S)
+
+    def _send(self, run: CellRun, code: str, options: CellOptions, ahead: Sequence[CellRun]) -> None:
         state, ranks, quiet, cell = self.state, run.ranks, options.get("quiet", False), options.get("cell")
         self.add(run)
         if not quiet and (note := self._interrupts.subshell_note()):
@@ -224,7 +237,8 @@ class CellManager:
             for line in cell_code.deprecations(code):
                 print(line, file=sys.stderr)
         if ahead and not quiet:
-            print(f"Queued behind the cell that is running on {name_ranks(ahead)}.")
+            busy = sorted({rank for other in ahead for rank in other.unfinished if rank in ranks})
+            print(f"Queued behind the cell that is running on {name_ranks(busy)}.")
         exclusive = options.get("exclusive", False) and is_exclusive(state, run)
         number = cell if cell is not None else next(self._numbers)
         is_debugger = options.get("is_debugger", False)
@@ -243,6 +257,7 @@ class CellManager:
             protect=self.settings.protect if is_undoable else None,
             slowness=state.slowness if options.get("undoable", False) else _DEFAULTS.slowness,
             watch_numbers=self.settings.watch_numbers if options.get("undoable", False) else "",
+            behind=tuple(other.token for other in ahead),
         )
         if mode := facts.watch_numbers:
             run.abort.numbers = DivergenceWatch(state.client, run.token, ranks, stops=mode == "stop", quiet=quiet)

@@ -63,6 +63,8 @@ class CellRun:
         self.on_late_reply: Callable[[int], object] = lambda rank: None
         self.on_late_output: Callable[[int, str, dict[str, Any]], None] = lambda rank, msg_type, content: None
         """Both are called from the IO thread if a rank that was reported as stuck finishes the cell, or prints."""
+        self.stepper: threading.Thread | None = None
+        """The thread that steps it; None: it has not begun to."""
         self.on_long: Callable[[], None] | None = None
         """Called once, on the notebook's thread, if the cell is long."""
         self.wake: Callable[[], None] = lambda: None
@@ -284,10 +286,16 @@ class CellRun:
             times.append(self._view_due)
         if self.timeout_s is not None and cell.state in {State.SENT, State.RUNNING} and not cell.timed_out:
             times.append(self._started_at + self.timeout_s)
-        deciding = cell.failed_at is not None or cell.interrupted_at is not None or self.abort.aborting
-        if deciding or any(progress.replied_at and not progress.idle for progress in cell.ranks.values()):
+        if self.is_ending or any(progress.replied_at and not progress.idle for progress in cell.ranks.values()):
             times.append(now + _BUSY_POLL_S)
         return max(0.0, min(times) - now)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it has failed, was interrupted or is aborted, or the groups are rebuilt after it."""
+        cell = self.cell
+        failed = cell.failed_at is not None or self.interrupted_at is not None or self.abort.aborting
+        return failed or cell.state is State.RECOVERING
 
     @property
     def explanation(self) -> str:

@@ -73,6 +73,7 @@ _MAX_TRACEBACK = 200_000
 _MAX_VALUES = 16
 """Number of cells whose values are kept until they are fetched; the oldest are dropped first."""
 _NOTHING_MEASURED = protocol.Measurement()
+_BEHIND_A_FAILURE = "not run, because the cell that it was queued behind failed here: run it again"
 _SETS_VARIABLES = ("RANK", "WORLD_SIZE", "env", "%run")
 """Words of cells that may set a launcher's variables; only these cells are checked for it."""
 
@@ -407,6 +408,8 @@ class CellRunner:
         self._breakpoints = breakpoints
         self._values: dict[str, Any] = {}
         self._overwritten: dict[str, str] = {}
+        self._failed: deque[str] = deque(maxlen=64)
+        """Runs that have failed here, or did not run."""
 
     async def run(self, metadata: dict[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         """Run one request; the reply says whether there is a value to fetch, and how long the cell took in seconds."""
@@ -421,8 +424,9 @@ class CellRunner:
         # IPython looks here for the semicolon that suppresses a value.
         shell.history_manager.input_hist_parsed[-1:] = [code]
         if facts.run in self._interrupts.rejected_runs:
-            reply: dict[str, Any] = {"status": "error", "ename": "KeyboardInterrupt", "evalue": "", "traceback": []}
-            return self._end(message_id, reply, protocol.CellEnd(outputs=self._log.outputs(message_id)))
+            return self._refuse(message_id, facts.run, "KeyboardInterrupt", "")
+        if any(run in self._failed for run in facts.behind):  # this one's collectives would meet those of that one
+            return self._refuse(message_id, facts.run, "UsageError", _BEHIND_A_FAILURE)
         if not facts.is_debugger:
             self._post_mortem.discard()
         features = self._begin(facts, code)
@@ -472,6 +476,7 @@ class CellRunner:
         )
         describe_exit(reply, shell)
         if not is_ok:
+            self._failed.append(facts.run)
             self._post_mortem.release(
                 shell,
                 was_aborted=aborted_at is not None,
@@ -491,6 +496,11 @@ class CellRunner:
                     f"`os.environ.update({own})` restores them."
                 )
         self._overwritten = found
+
+    def _refuse(self, message_id: str, run: str, name: str, text: str) -> dict[str, Any]:
+        self._failed.append(run)
+        reply: dict[str, Any] = {"status": "error", "ename": name, "evalue": text, "traceback": []}
+        return self._end(message_id, reply, protocol.CellEnd(outputs=self._log.outputs(message_id)))
 
     def _end(self, message_id: str, reply: dict[str, Any], report: protocol.CellEnd) -> dict[str, Any]:
         reply[protocol.KEY] = encode(report)

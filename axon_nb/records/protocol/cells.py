@@ -95,6 +95,8 @@ class CellFacts(Struct, frozen=True, omit_defaults=True):
     watch_numbers: str = ""
     """``on``: a rank takes digests of each optimizer step; ``stop``: it also waits at the first number that is not
     finite; empty: neither."""
+    behind: tuple[str, ...] = ()
+    """Runs that had not finished when it was sent: if one of them fails on a rank, this cell does not run there."""
 
 
 class AbortLocation(Struct, frozen=True):

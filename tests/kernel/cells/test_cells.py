@@ -123,6 +123,31 @@ def test_noblock_can_be_cancelled(kernel: Kernel) -> None:
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
 
+def test_cell_sent_while_another_is_cancelled_runs(kernel: Kernel) -> None:
+    endless = "import time\nwhile rank == 3: time.sleep(0.001)\ndist.all_reduce(torch.ones(1))"
+    for _ in range(2):
+        kernel.ok(f"%%distributed --noblock --out t_handle\n{endless}")
+        kernel.ok("%distributed cancel")
+        added = "t = torch.ones(1)\nfor _ in range(500): dist.all_reduce(t, dist.ReduceOp.MAX)\nt.item()"
+        assert kernel.ok(f"%%distributed\n{added}").lines() == ["[ranks 0-3] 1.0"]
+        assert kernel.run("t_handle.result(100)").ename == "CellInterrupt"
+
+
+def test_cell_queued_behind_one_that_fails_does_not_run(kernel: Kernel, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    wait = f"import os, time\nwhile not os.path.exists({str(flag)!r}): time.sleep(0.01)"
+    kernel.ok("%%distributed\nt_ran = 0")
+    fails = f"if rank == 3:\n    {wait.replace(chr(10), chr(10) + '    ')}\n    raise ValueError('no')\ndist.all_reduce(t)"
+    kernel.ok(f"%%distributed --noblock --out t_first\nt = torch.ones(1)\n{fails}")
+    kernel.ok("%%distributed --noblock --out t_second\nt_ran += 1\nfor _ in range(5): dist.all_reduce(torch.ones(1))")
+    flag.touch()
+    assert "rank 3: ValueError: no" in kernel.run("t_first.result(100)").evalue
+    second = kernel.run("t_second.result(100)").evalue
+    assert "not run, because the cell that it was queued behind failed here" in second
+    assert kernel.ok("%%distributed\n(t_ran if rank == 3 else 0)").lines() == ["[ranks 0-3] 0"]
+    assert kernel.ok("%%distributed\ndist.all_reduce(t := torch.ones(1))\nt.item()").lines() == ["[ranks 0-3] 4.0"]
+
+
 def test_output_of_a_noblock_cell_goes_to_its_own_cell(kernel: Kernel) -> None:
     request = kernel.submit("%%distributed --noblock --out t_handle\nimport time\ntime.sleep(0.5)\nprint('late')")
     first = kernel.collect(request)
