@@ -203,7 +203,7 @@ class CellManager:
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout must be a number of seconds above 0; got {timeout:g}.")
         self._wait_for_ending(ranks)
-        ahead = [other for other in list(state.active_cells) if not {*ranks}.isdisjoint(other.unfinished)]
+        ahead = [other for other in self._active() if not {*ranks}.isdisjoint(other.unfinished)]
         if trials := options.get("restores"):
             options["restores"] = trials = Trials(state, ranks, self.settings.undo_memory) if trials is True else trials
             trials.begin()
@@ -225,8 +225,11 @@ class CellManager:
         def is_in_the_way(run: CellRun) -> bool:
             return run.is_ending and run.stepper not in (None, me) and not {*ranks}.isdisjoint(run.ranks)
 
-        while any(map(is_in_the_way, list(self.state.active_cells))):
+        while any(map(is_in_the_way, self._active())):
             time.sleep(_ENDING_POLL_S)
+
+    def _active(self) -> list[CellRun]:
+        return [run for run in list(self.state.active_cells) if isinstance(run, CellRun)]
 
     def _send(self, run: CellRun, code: str, options: CellOptions, ahead: Sequence[CellRun]) -> None:
         state, ranks, quiet, cell = self.state, run.ranks, options.get("quiet", False), options.get("cell")

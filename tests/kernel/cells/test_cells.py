@@ -135,10 +135,12 @@ def test_cell_sent_while_another_is_cancelled_runs(kernel: Kernel) -> None:
 
 def test_cell_queued_behind_one_that_fails_does_not_run(kernel: Kernel, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
-    wait = f"import os, time\nwhile not os.path.exists({str(flag)!r}): time.sleep(0.01)"
-    kernel.ok("%%distributed\nt_ran = 0")
-    fails = f"if rank == 3:\n    {wait.replace(chr(10), chr(10) + '    ')}\n    raise ValueError('no')\ndist.all_reduce(t)"
-    kernel.ok(f"%%distributed --noblock --out t_first\nt = torch.ones(1)\n{fails}")
+    kernel.ok("%%distributed\nimport os, time\nt_ran = 0")
+    wait = f"while rank == 3 and not os.path.exists({str(flag)!r}): time.sleep(0.01)"
+    kernel.ok(
+        f"%%distributed --noblock --out t_first\n{wait}\nif rank == 3: raise ValueError('no')\n"
+        "dist.all_reduce(torch.ones(1))"
+    )
     kernel.ok("%%distributed --noblock --out t_second\nt_ran += 1\nfor _ in range(5): dist.all_reduce(torch.ones(1))")
     flag.touch()
     assert "rank 3: ValueError: no" in kernel.run("t_first.result(100)").evalue
