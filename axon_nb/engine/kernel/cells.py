@@ -73,7 +73,7 @@ _MAX_TRACEBACK = 200_000
 _MAX_VALUES = 16
 """Number of cells whose values are kept until they are fetched; the oldest are dropped first."""
 _NOTHING_MEASURED = protocol.Measurement()
-_BEHIND_A_FAILURE = "not run, because the cell that it was queued behind failed here: run it again"
+_BEHIND_A_FAILURE = "not run, because the cell that it was queued behind did not finish here: run it again"
 _SETS_VARIABLES = ("RANK", "WORLD_SIZE", "env", "%run")
 """Words of cells that may set a launcher's variables; only these cells are checked for it."""
 
