@@ -43,6 +43,8 @@ from axon_nb.records.units import format_bytes
 _DEFAULTS = CellFacts()
 _TIMEOUT_S = 2.0
 _ENDING_POLL_S = 0.005
+_ENDING_LIMIT_S = 30.0
+"""A thread that ends a cell may be busy with something else: a new cell is then sent all the same."""
 """Idle ranks reply in milliseconds, unless the machine is busy."""
 LEFT_RUNNING = "was left running"
 """Why this notebook no longer has a cluster that keeps running without it."""
@@ -220,12 +222,14 @@ class CellManager:
 
     def _wait_for_ending(self, ranks: Sequence[int]) -> None:
         """Wait for cells on these ranks that another thread ends: an abort would take along what is sent now."""
-        me = threading.current_thread()
+        me, limit = threading.current_thread(), time.monotonic() + _ENDING_LIMIT_S
 
         def is_in_the_way(run: CellRun) -> bool:
-            return run.is_ending and run.stepper not in (None, me) and not {*ranks}.isdisjoint(run.ranks)
+            stepper = run.stepper
+            is_stepped = stepper is not None and stepper is not me and stepper.is_alive()
+            return is_stepped and run.is_ending and not {*ranks}.isdisjoint(run.ranks)
 
-        while any(map(is_in_the_way, self._active())):
+        while any(map(is_in_the_way, self._active())) and time.monotonic() < limit:
             time.sleep(_ENDING_POLL_S)
 
     def _active(self) -> list[CellRun]:
