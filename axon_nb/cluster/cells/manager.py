@@ -44,7 +44,7 @@ _DEFAULTS = CellFacts()
 _TIMEOUT_S = 2.0
 _ENDING_POLL_S = 0.005
 _ENDING_LIMIT_S = 30.0
-"""A thread that ends a cell may be busy with something else: a new cell is then sent all the same."""
+"""A thread that ends a cell may be busy with something else: a new cell is then sent anyway."""
 """Idle ranks reply in milliseconds, unless the machine is busy."""
 LEFT_RUNNING = "was left running"
 """Why this notebook no longer has a cluster that keeps running without it."""
