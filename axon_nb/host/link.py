@@ -165,8 +165,8 @@ class Hosts:
         for effect in effects:
             match effect:
                 case membership.Report(left):
-                    told = self.lost[left.host] if left.host_lost else ""
-                    reason = f"{left.host_lost} ({told})" if " again " in told else left.host_lost
+                    story = self.lost[left.host] if left.host_lost else ""
+                    reason = f"{left.host_lost} ({story})" if " again " in story else left.host_lost
                     self._report(replace(left, time_ns=time.monotonic_ns(), host_lost=reason))
                 case membership.Reply(number, fields):
                     self._wanted.pop(number)[1](fields)

@@ -225,8 +225,8 @@ def transition(roster: Roster, event: Event) -> Result:
         case Exited(link, left):
             if link not in roster.hosts or left.rank not in (ranks := roster.hosts[link].ranks):
                 return roster, ()
-            told = Report(replace(left, host=roster.hosts[link].facts.name))
-            return _update(roster, link, ranks=_without(ranks, left.rank)), (told,)
+            report = Report(replace(left, host=roster.hosts[link].facts.name))
+            return _update(roster, link, ranks=_without(ranks, left.rank)), (report,)
         case Look():
             return _look(roster, event)
         case Stop(at):

@@ -42,10 +42,10 @@ from axon_nb.records.units import format_bytes
 
 _DEFAULTS = CellFacts()
 _TIMEOUT_S = 2.0
-_ENDING_POLL_S = 0.005
-_ENDING_LIMIT_S = 30.0
-"""A thread that ends a cell may be busy with something else: a new cell is then sent anyway."""
 """Idle ranks reply in milliseconds, unless the machine is busy."""
+_ENDING_POLL_S = 0.005
+_ENDING_LIMIT_S = 5.0
+"""A rank in C code may not let a cell end: after this long, the next one is sent anyway, and queued."""
 LEFT_RUNNING = "was left running"
 """Why this notebook no longer has a cluster that keeps running without it."""
 _ATTACH_HINT = "Run `%distributed attach` to reconnect to both."

@@ -64,7 +64,7 @@ class CellRun:
         self.on_late_output: Callable[[int, str, dict[str, Any]], None] = lambda rank, msg_type, content: None
         """Both are called from the IO thread if a rank that was reported as stuck finishes the cell, or prints."""
         self.stepper: threading.Thread | None = None
-        """The thread that steps it; None: it has not begun to."""
+        """The thread that steps it; None: it has not started."""
         self.on_long: Callable[[], None] | None = None
         """Called once, on the notebook's thread, if the cell is long."""
         self.wake: Callable[[], None] = lambda: None

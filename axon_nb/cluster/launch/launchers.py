@@ -151,11 +151,11 @@ def rank_hosts(agent: AgentClient, layout: Layout) -> list[HostFacts | None]:
     known = state.hosts
     for name in dict.fromkeys(layout.hosts):
         if name and name not in known:
-            told = state.hosts_lost.get(name)
+            story = state.hosts_lost.get(name)
             raise StartError(
                 f"The host {name!r} is not connected. Run `axon-nb host --join` there again, with the key and the "
                 "address of the start, or run `%distributed restart`."
-                + (f" What happened to it: {told}." if told else "")
+                + (f" What happened to it: {story}." if story else "")
             )
     return [known[name] if name else None for name in layout.hosts]
 

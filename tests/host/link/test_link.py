@@ -110,11 +110,11 @@ def test_silent_host_is_given_up_and_joins_again_without_its_ranks(joining: Join
     assert until(lambda: FAR in joining.hosts())
     rank, pid = joining.fork(joining.hosts()[FAR], "wait")
     assert is_alive(pid)
-    told = "joined HH, silent since HH, lost HH, joined again HH"
-    assert re.sub(r"\d\d:\d\d:\d\d", "HH", joining.first.client.call(GetInfo()).hosts_lost[FAR]) == told
+    story = "joined HH, silent since HH, lost HH, joined again HH"
+    assert re.sub(r"\d\d:\d\d:\d\d", "HH", joining.first.client.call(GetInfo()).hosts_lost[FAR]) == story
     process.kill()
     reason = re.sub(r"\d\d:\d\d:\d\d", "HH", joining.first.event(event="exit", rank=rank)["host_lost"])
-    assert reason == f"its agent closed the connection ({told}, lost HH)"
+    assert reason == f"its agent closed the connection ({story}, lost HH)"
 
 
 def test_agent_that_a_launcher_starts_leaves_the_host_to_the_one_that_is_there(joining: Joining) -> None:

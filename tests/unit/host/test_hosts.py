@@ -64,9 +64,9 @@ class Play:
         self.asked: set[int] = set()
         """Links on which a question is out."""
         self.forked: dict[int, set[int]] = {}
-        """By link, the ranks whose pid the host has told, and whose exit nobody has reported."""
+        """By link, the ranks whose pid the host has sent, and whose exit nobody has reported."""
         self.reported: list[Exit] = []
-        self.told: list[Tell] = []
+        self.sent: list[Tell] = []
         self.names: list[str] = []
         self.closed: list[int] = []
         self._numbers = iter(range(1, 1_000_000))
@@ -100,7 +100,7 @@ class Play:
                 self.reported.append(exit)
             case Tell(link):
                 assert link in self.heard
-                self.told.append(effect)
+                self.sent.append(effect)
             case Admit(_, name):
                 self.names.append(name)
             case Ask(link):
@@ -340,7 +340,7 @@ def test_agent_leaves_the_host_to_the_one_that_is_there() -> None:
     link = play.join()
     late = play.join(is_only=True)
     reason = "Another agent serves the host 'far-host' by now, so this one exits."
-    assert play.told == [Tell(late, {"refused": reason})]
+    assert play.sent == [Tell(late, {"refused": reason})]
     assert {*play.roster.hosts} == {link}
     assert not play.roster.refused
     play.close(late)
@@ -352,10 +352,10 @@ def test_agent_leaves_the_host_to_the_one_that_is_there() -> None:
 def test_other_version_is_refused_and_noted() -> None:
     play = Play()
     link = play.join(protocol=PROTOCOL + 1)
-    (told,) = play.told
-    assert (told.link, (told.message["refused"],)) == (link, play.roster.refused)
-    assert told.message["refused"].startswith(f"The host 'far-host' runs axon_nb {own_version().package} (protocol")
-    assert "Install axon_nb" in told.message["refused"]
+    (refusal,) = play.sent
+    assert (refusal.link, (refusal.message["refused"],)) == (link, play.roster.refused)
+    assert refusal.message["refused"].startswith(f"The host 'far-host' runs axon_nb {own_version().package} (protocol")
+    assert "Install axon_nb" in refusal.message["refused"]
     assert not play.roster.hosts
     odd = play.number()
     play.heard[odd] = play.now
@@ -371,7 +371,7 @@ def test_stop_reaches_each_host_once_and_no_exit_is_reported() -> None:
     number = play.want()
     play.feed(Stop(play.now))
     stop = command_message(-1, StopCommand())
-    assert play.told == [Tell(link, stop), Tell(other, stop)]
+    assert play.sent == [Tell(link, stop), Tell(other, stop)]
     assert not play.feed(Stop(play.now + 1))
     assert play.roster.is_stopping(play.now + 7.9)
     assert not play.roster.is_stopping(play.now + 8.1)
@@ -393,14 +393,14 @@ def test_story_says_when_a_host_was_lost_and_joined() -> None:
     play.fork(link, 2)
     play.pass_time(449.6, [link])
     play.pass_time(5.0)
-    told = "joined 14:03:11, silent since 14:10:40, lost 14:10:43"
-    assert tell(play.story).get(FAR, "") == told
+    moments = "joined 14:03:11, silent since 14:10:40, lost 14:10:43"
+    assert tell(play.story).get(FAR, "") == moments
     play.now += 17
     link = play.join()
-    assert tell(play.story).get(FAR, "") == f"{told}, joined again 14:11:02"
+    assert tell(play.story).get(FAR, "") == f"{moments}, joined again 14:11:02"
     play.join("other")
     play.close(link)
-    assert tell(play.story).get(FAR, "") == f"{told}, joined again 14:11:02, lost 14:11:02"
+    assert tell(play.story).get(FAR, "") == f"{moments}, joined again 14:11:02, lost 14:11:02"
     assert tell(play.story).get("other", "") == ""
     for _ in range(5):
         play.close(play.join())
