@@ -299,6 +299,17 @@ numbers = iter([1, 2, 3])
     assert (space["add"](), next(space["numbers"])) == (2, 1)
 
 
+def test_optimizer_that_only_its_schedule_still_has_is_undone() -> None:
+    space = session()
+    history = History(space, Counts(), HostMemory())
+    history.before_cell("earlier", 1, (0,), ENOUGH)
+    exec("optimizer = torch.optim.SGD(model.parameters(), lr=1.0)", space)
+    history.before_cell("run", 2, (0,), ENOUGH)
+    exec("schedule.optimizer.param_groups[0]['lr'] = 9.0", space)
+    history.undo("run")
+    assert space["schedule"].optimizer.param_groups[0]["lr"] == 0.01
+
+
 def test_what_cannot_be_restored_is_named_by_variable(tmp_path: Any) -> None:
     with (tmp_path / "log").open("w") as file:
         space = {"squares": (n * n for n in range(3)), "log": [file], "sparse": torch.eye(2).to_sparse(), "n": 1}
