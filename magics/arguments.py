@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -52,6 +53,9 @@ EXAMPLES = {
     )
 }
 _HELP = ("--help", "?", "??")
+_WORD = re.compile(r"""(?:[^\s"']|"(?:\\.|[^"\\])*"|'[^']*')+""")
+_EXPRESSION = re.compile(r"[^\W\d][\w.]*[\[(]")
+"""The beginning of a word such as ``losses["val"]``, in which quotes are part of Python."""
 
 
 def example_of(prog: str) -> str:
@@ -115,7 +119,7 @@ def parse(parser: LineParser, line: str | Sequence[str]) -> argparse.Namespace |
         UsageError: an option is unknown, or a value is missing or invalid; suggests the nearest option.
     """
     try:
-        words = shlex.split(line) if isinstance(line, str) else list(line)
+        words = _split(line) if isinstance(line, str) else list(line)
     except ValueError as error:
         raise UsageError(f"{parser.prog}: {error} in {line!r}.") from None
     if words and words[-1] in _HELP:
@@ -128,6 +132,14 @@ def parse(parser: LineParser, line: str | Sequence[str]) -> argparse.Namespace |
     if unknown:
         raise UsageError(f"{parser.prog} has no {unknown[0]!r}{nearest_option(unknown[0], parser.options())}")
     return values
+
+
+def _split(line: str) -> list[str]:
+    """Split a line as a shell does, but leave the quotes in expressions."""
+    words, as_written = shlex.split(line), _WORD.findall(line)
+    if len(words) != len(as_written):
+        return words
+    return [text if _EXPRESSION.match(text) else word for word, text in zip(words, as_written, strict=True)]
 
 
 def _prefix(name: Any) -> str:

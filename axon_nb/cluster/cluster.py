@@ -266,7 +266,9 @@ class Cluster:
         Raises:
             UsageError: a rank cannot; nothing has changed.
         """
-        return undo(self.state, count)
+        report = undo(self.state, count)
+        self._history.record_undo(report)
+        return report
 
     def sync(self, from_rank: int = 0, names: Iterable[str] = ()) -> SyncReport:
         """Copy models, optimizers and schedulers of one rank to all others, in place; empty `names`: all of them."""

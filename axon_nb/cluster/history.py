@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
+from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts, without_undone
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
@@ -102,6 +102,11 @@ class History:
         literals = {name: text for name, value in variables.items() if (text := literal(value))}
         self._entries.append(PushedValues(tuple(variables), receivers, scatter_dim, literals))
         self._sent.update({name: identity_check(value) for name, value in variables.items()})
+
+    def record_undo(self, report: str) -> None:
+        """Record that ranks have taken cells back, as `report` says."""
+        if self._facts is not None:
+            self._entries = without_undone(self._entries, report, self._facts.num_ranks)
 
     def expect(self, cell: RankCell | None) -> None:
         """Note that the next cell is sent to ranks; None: it is not."""

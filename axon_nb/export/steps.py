@@ -21,7 +21,7 @@ from axon_nb.cluster.history import failed_line
 from axon_nb.errors import UsageError
 from axon_nb.export.effects import defining_statements, effects
 from axon_nb.export.translation import comment_out, guard_group_calls, one_statement_per_line, parse, translate
-from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
+from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts, without_undone
 from axon_nb.records.ranks import parse_ranks
 
 History = Sequence[ExecutedCell | PushedValues]
@@ -315,6 +315,8 @@ def read_notebook(path: Path) -> tuple[SessionFacts, list[ExecutedCell | PushedV
         entry = _entry(cell, source, auto=auto)
         pushes = pushes_in(entry.code) if entry.outcome == "ok" else []
         entries += [*pushes, entry] if entry.magic else [entry, *pushes]
+        for output in cell.get("outputs", ()):
+            entries = without_undone(entries, "".join(output.get("text", "")), facts.num_ranks)
     return facts, entries
 
 

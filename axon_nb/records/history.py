@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field, to_builtins
+
+from axon_nb.records.ranks import name_ranks
+
+_UNDONE = re.compile(r"^Undid ((?:In \[\d+\](?:, )?)+): (ranks? [\d,-]+)", re.MULTILINE)
 
 
 class SessionFacts(Struct, frozen=True):
@@ -54,3 +59,27 @@ class PushedValues(Struct, frozen=True):
     """Dimension along which values were split over ranks; None if each rank got the full value."""
     literals: Mapping[str, str] = field(default_factory=dict)
     """Source text of simple values: numbers, strings and short containers of them."""
+
+
+def without_undone(
+    entries: Sequence[ExecutedCell | PushedValues], report: str, num_ranks: int
+) -> list[ExecutedCell | PushedValues]:
+    """Return what is left of a history after an undo.
+
+    Args:
+        entries: The history, oldest first.
+        report: What `%distributed undo` said.
+        num_ranks: If all ranks went back, the values that they received since did as well.
+    """
+    left = list(entries)
+    for cells, ranks in _UNDONE.findall(report):
+        end = len(left)
+        for number in re.findall(r"\d+", cells):  # the latest first
+            for at in reversed(range(end)):
+                if isinstance(one := left[at], ExecutedCell) and one.magic and one.number == int(number):
+                    del left[at]
+                    end = at
+                    break
+        if ranks == name_ranks(range(num_ranks)):
+            left[end:] = [one for one in left[end:] if isinstance(one, ExecutedCell)]
+    return left

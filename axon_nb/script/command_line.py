@@ -13,6 +13,8 @@ from axon_nb.errors import UsageError
 _TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 _ACTIONS = {"store", "store_true", "store_false", "store_const", "append", "append_const", "count", "extend"}
 _GROUPS = ("add_argument_group", "add_mutually_exclusive_group")
+_CHANGE_VALUES = ("argument_default", "fromfile_prefix_chars", "parents", "prefix_chars")
+"""Settings of a parser that its values depend on."""
 _PARSES = ("parse_args", "parse_known_args")
 
 
@@ -64,6 +66,8 @@ class CommandLine:
         if isinstance(value, ast.Call):
             name = ast.unparse(value.func)
             if name in ("argparse.ArgumentParser", "ArgumentParser") and target and not self._owners:
+                if len(value.args) > 4 or any(one.arg in (None, *_CHANGE_VALUES) for one in value.keywords):
+                    raise UnreadableError
                 self._owners[target] = self._parser
                 return True
             if isinstance(value.func, ast.Attribute) and isinstance(value.func.value, ast.Name):
@@ -160,7 +164,8 @@ class CommandLine:
                 given[name] = _value(options[name])
         if any(isinstance(given.get(name), _Source) for name in ("nargs", "dest")):
             raise UnreadableError
-        if isinstance(given.get("default"), _Source) and kind is not None:
+        # argparse converts only texts: `type=str` leaves a default of None as it is.
+        if isinstance(given.get("default"), _Source) and kind is not None and ast.unparse(kind) != "str":
             given["default"] = _Source(f"{ast.unparse(kind)}({given['default']})")
         if isinstance(given.get("choices"), _Source):
             del given["choices"]

@@ -220,6 +220,8 @@ class TensorState(NamedTuple):
     is_leaf: bool
     requires_grad: bool
     grad: Any
+    hooks: tuple[Any, Any]
+    """The dicts of the hooks that backward calls with its gradient, and once that is added; None: there are none."""
     obstacle: str = ""
     """Why its content cannot be copied."""
 
@@ -227,7 +229,8 @@ class TensorState(NamedTuple):
 def _save_tensor(tensor: Any) -> TensorState:
     is_leaf = tensor.is_leaf
     grad = tensor.grad if is_leaf or tensor.retains_grad else None  # torch warns about the others
-    state, wraps = (is_leaf, tensor.requires_grad, grad), hasattr(type(tensor), "__tensor_flatten__")
+    state = (is_leaf, tensor.requires_grad, grad, _hooks(tensor))
+    wraps = hasattr(type(tensor), "__tensor_flatten__")
     if wraps or tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
         return TensorState(None, 0, None, (), *state)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -248,6 +251,16 @@ def _save_tensor(tensor: Any) -> TensorState:
     return TensorState(storage, size, version, _place(tensor), *state)
 
 
+def _hooks(tensor: Any) -> tuple[Any, Any]:
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+def _set_hooks(tensor: Any, saved: tuple[Any, Any]) -> None:
+    for hooks, before in zip(_hooks(tensor), saved, strict=True):
+        if before is None and hooks:
+            hooks.clear()  # the graph refers to this dict as well
+
+
 def _place(tensor: Any) -> tuple[Any, ...]:
     return tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
@@ -259,6 +272,7 @@ def _set_tensor(tensor: Any, saved: TensorState) -> None:
         if storage.nbytes() < saved.size:
             storage.resize_(saved.size)  # `set_` refuses what does not fit
         tensor.data = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
+    _set_hooks(tensor, saved.hooks)
 
 
 def set_gradient(tensor: Any, saved: TensorState) -> None:
@@ -278,7 +292,8 @@ def refresh_tensor(tensor: Any, saved: TensorState) -> TensorState | None:
     storage = saved.storage
     if storage is None or not saved.is_leaf:
         now = _save_tensor(tensor)
-        is_same = now.storage is storage and now.grad is saved.grad and now._replace(version=saved.version) == saved
+        same_objects = now.storage is storage and now.grad is saved.grad and all_same(now.hooks, saved.hooks)
+        is_same = same_objects and now._replace(version=saved.version, hooks=saved.hooks) == saved
         return now if is_same else None
     if (
         not tensor.is_leaf
@@ -287,6 +302,7 @@ def refresh_tensor(tensor: Any, saved: TensorState) -> TensorState | None:
         or tensor.untyped_storage() is not storage
         or storage.nbytes() != saved.size
         or _place(tensor) != saved.place
+        or not all_same(_hooks(tensor), saved.hooks)
     ):
         return None
     version = None if saved.version is None else tensor._version
@@ -296,7 +312,7 @@ def refresh_tensor(tensor: Any, saved: TensorState) -> TensorState | None:
 tensor_kind = Kind(
     _save_tensor,
     _set_tensor,
-    lambda _, saved: (saved.grad,),
+    lambda _, saved: (saved.grad, *saved.hooks),
     lambda value, saved: refresh_tensor(value, saved) is not None,
 )
 

@@ -97,7 +97,8 @@ class Components:
     def component(self, variable: int) -> int:
         """Return the number that stands for the component of a variable."""
         while (parent := self._parents[variable]) != variable:
-            variable = self._parents[variable] = self._parents[parent]
+            self._parents[variable] = self._parents[parent]
+            variable = parent
         return variable
 
     def above(self, limit: int) -> dict[int, int]:

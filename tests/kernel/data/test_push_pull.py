@@ -284,6 +284,13 @@ def test_pull_returns_dict_by_rank_or_single_value(kernel: Kernel) -> None:
     assert kernel.value("t_sums") == {r: 3.0 * r for r in range(4)}
 
 
+def test_pull_takes_expressions_with_quotes(kernel: Kernel) -> None:
+    kernel.ok("%%distributed\nfigures, loss = {'loss': 1, 'a b': 2, 'other': 3}, 'other'")
+    kernel.ok("""%pull figures["loss"] --ranks 0 --as one\n%pull figures['a b'] --ranks 1 --as "two" """)
+    kernel.ok("""%pull 'figures["loss"] + 1' --ranks 0 --as more""")
+    assert kernel.value("[one, two, more]") == [1, 2, 2]
+
+
 def test_pull_as_numpy(kernel: Kernel) -> None:
     kernel.ok("%%distributed\nt_values = {'w': torch.ones(3, dtype=torch.bfloat16), 'n': [torch.arange(2)]}")
     kernel.ok("%pull t_values --numpy --ranks 0 --as t_arrays")

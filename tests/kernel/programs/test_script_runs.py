@@ -344,6 +344,8 @@ def test_script_has_the_cells_that_ran_on_ranks(fresh_cluster: FreshCluster, tmp
     assert kernel.run("%%distributed\nthird = 3\nraise ValueError('stop')\nlost = 5").ename == "CellError"
     kernel.ok("%%distributed\nprint(third)")
     kernel.ok("get_ipython().run_cell('%%distributed\\nnested = 6')\nplain = 7")
+    kernel.ok("%%distributed\nundone = 8")
+    kernel.ok("%distributed undo")
     script = tmp_path / "train.py"
     kernel.ok(f"%distributed export {script}")
     text = script.read_text(encoding="utf-8")
@@ -352,4 +354,4 @@ def test_script_has_the_cells_that_ran_on_ranks(fresh_cluster: FreshCluster, tmp
     assert "%%distributed --ranks 0\nif rank == 0:\n    second = 2\n" in text
     assert "third = 3\n# Failed here in the notebook at line 2 (" in text
     assert "# lost = 5\n" in text
-    assert not [name for name in ("here", "nested", "plain") if f"{name} = " in text]
+    assert not [name for name in ("here", "nested", "plain", "undone") if f"{name} = " in text]

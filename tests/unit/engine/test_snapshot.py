@@ -52,7 +52,7 @@ class Run:
 
 
 def hook(*arguments: object) -> None:
-    """Do nothing after a forward."""
+    """Do nothing after a forward or a backward."""
 
 
 SETUP = """
@@ -139,6 +139,8 @@ STATEMENTS = [
     "model[3].bias.grad = None",
     "model.register_buffer('extra', x); model.append(torch.nn.Identity())",
     "model[0].register_forward_hook(hook)",
+    "model[0].weight.register_hook(hook); model[0].bias.register_post_accumulate_grad_hook(hook)",
+    "model[0].weight.register_hook(hook).remove(); model[3].weight.register_hook(hook)",
     "with torch.no_grad(): model[3].weight.add_(1)",
     "schedule.step()",
     "scaler.update(new_scale=2.0)",
@@ -168,7 +170,8 @@ class Fingerprint(pickle.Pickler):
         bits = value.detach().clone().numpy().tobytes()  # without a copy, torch could not resize the storage any more
         storage = value.untyped_storage()
         number = self._storages.setdefault(storage.data_ptr(), len(self._storages))
-        facts = (id(value), number, value.storage_offset(), value.stride(), storage.nbytes())
+        hooks = [list((one or {}).values()) for one in (value._backward_hooks, value._post_accumulate_grad_hooks)]
+        facts = (id(value), number, value.storage_offset(), value.stride(), storage.nbytes(), hooks)
         return tuple, (
             (bits, value.dtype, value.requires_grad, value.grad if value.is_leaf else None, vars(value), *facts),
         )
@@ -297,6 +300,32 @@ numbers = iter([1, 2, 3])
     history.undo("run")
     assert (space["Config"].rate, hasattr(space["Config"], "extra")) == (1, False)
     assert (space["add"](), next(space["numbers"])) == (2, 1)
+
+
+def test_optimizer_that_only_its_schedule_still_has_is_undone() -> None:
+    space = session()
+    history = History(space, Counts(), HostMemory())
+    history.before_cell("earlier", 1, (0,), ENOUGH)
+    exec("optimizer = torch.optim.SGD(model.parameters(), lr=1.0)", space)
+    history.before_cell("run", 2, (0,), ENOUGH)
+    exec("schedule.optimizer.param_groups[0]['lr'] = 9.0", space)
+    history.undo("run")
+    assert space["schedule"].optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_hooks_of_tensors_are_undone() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    space: dict[str, Any] = {"weight": weight, "doubled": weight * 2, "seen": []}
+    doubling = weight.register_hook(lambda gradient: gradient * 2)
+    history = History(space, Counts(), HostMemory())
+    history.before_cell("run", 1, (0,), ENOUGH)
+    doubling.remove()
+    weight.register_hook(lambda gradient: gradient * 100)
+    weight.register_post_accumulate_grad_hook(space["seen"].append)
+    space["doubled"].register_hook(lambda gradient: gradient * 100)
+    history.undo("run")
+    space["doubled"].sum().backward()
+    assert (weight.grad is not None and weight.grad.tolist(), space["seen"]) == ([4.0, 4.0], [])
 
 
 def test_what_cannot_be_restored_is_named_by_variable(tmp_path: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -89,6 +90,32 @@ def test_values_take_the_place_of_argparse(tmp_path: Path) -> None:
     assert report.notes == ("Set epochs in its cell: the script requires a value.",)
     with pytest.raises(UsageError, match="invalid int value: 'x'"):
         cut(tmp_path, code, "x")
+
+
+def test_default_that_may_be_none_stays_none(tmp_path: Path) -> None:
+    code = (
+        "import argparse\nimport os\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--out', type=str, default=os.environ.get('NO_SUCH_VARIABLE'))\n"
+        "args = parser.parse_args()\n"
+    )
+    text, _ = cut(tmp_path, code)
+    space: dict[str, Any] = {}
+    exec(text.replace("%%distributed", ""), space)
+    assert space["args"].out is None
+    exec(cut(tmp_path, code, "--out runs")[0].replace("%%distributed", ""), space)
+    assert space["args"].out == "runs"
+
+
+def test_parser_with_parents_keeps_its_words(tmp_path: Path) -> None:
+    code = (
+        "import argparse\n\n\ndef options():\n    parser = argparse.ArgumentParser(add_help=False)\n"
+        "    parser.add_argument('--lr', type=float, default=0.5)\n    return parser\n\n\n"
+        "parser = argparse.ArgumentParser('train', parents=[options()])\nargs = parser.parse_args()\nprint(args.lr)\n"
+    )
+    text, report = cut(tmp_path, code, "--lr 3")
+    assert "sys.argv = ['train.py', '--lr', '3']" in text
+    assert "args = parser.parse_args()" in text
+    assert "sys.argv" in report.notes[0]
 
 
 def test_other_command_lines_keep_their_words(tmp_path: Path) -> None:

@@ -420,6 +420,32 @@ def test_script_has_the_branch_that_was_kept_and_no_cell_that_was_tried(tmp_path
     assert "none" not in text
 
 
+def test_cells_that_were_taken_back_are_omitted(tmp_path: Path) -> None:
+    source = notebook(
+        tmp_path / "n.ipynb",
+        (1, "%distributed start -n 2"),
+        (2, "%%distributed\nfirst = 1"),
+        (3, "%%distributed\nwrong = 2"),
+        (4, "gone = 3\n%push gone"),
+        (5, "%%distributed --ranks 1\nworse = gone"),
+        (6, "%distributed undo 2"),
+        (7, "kept = 4\n%push kept"),
+        (8, "%%distributed\nprint(first, kept)"),
+    )
+    made = json.loads(source.read_text())
+    texts = {6: "Undid In [5], In [3]: ranks 0-1 have the state from before.\n"}
+    for one in made["cells"][1:]:
+        if text := texts.get(one["execution_count"]):
+            one["outputs"] = [{"output_type": "stream", "name": "stdout", "text": [text]}]
+    source.write_text(json.dumps(made))
+    export_notebook(source, tmp_path / "t.py")
+    text = (tmp_path / "t.py").read_text()
+    assert "first = 1" in text
+    assert "print(first, kept)" in text
+    assert "--kept" in text
+    assert not [name for name in ("wrong", "gone", "worse") if name in text]
+
+
 def test_cells_of_auto_mode_are_cells_on_ranks(tmp_path: Path) -> None:
     source = notebook(
         tmp_path / "n.ipynb",
