@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from msgspec import Struct, field
@@ -29,16 +29,6 @@ class RankAborted(BaseException):
     """Raised in a rank's thread because another rank failed. Not an `Exception`, so user code does not swallow it."""
 
 
-class Context(Protocol):
-    """State of one rank that is installed while the rank runs."""
-
-    def enter(self) -> None:
-        """Called before the rank runs."""
-
-    def leave(self) -> None:
-        """Called after the rank has run."""
-
-
 class _RankState(Struct):
     """The state of one rank's thread."""
 
@@ -52,11 +42,15 @@ class _RankState(Struct):
 
 
 class TurnScheduler:
-    """Runs functions as ranks, one thread per rank."""
+    """Runs functions as ranks, one thread per rank.
 
-    def __init__(self, contexts: Sequence[Context]) -> None:
-        self._contexts = list(contexts)
-        self._states = [_RankState() for _ in contexts]
+    Args:
+        num_ranks: How many.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._contexts = [_RankContext() for _ in range(num_ranks)]
+        self._states = [_RankState() for _ in range(num_ranks)]
         self._local = threading.local()
         self._all_finished = threading.Event()
         self._abort_cause: BaseException | None = None
@@ -194,7 +188,7 @@ class _World:
         vars(self).update({name: kind() for name, kind in torch_api().world_fields.items()})
 
 
-class RankContext:
+class _RankContext:
     """The per-process state of one rank: torch's groups and the random number generators."""
 
     def __init__(self) -> None:
