@@ -19,8 +19,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ _LAST_TYPE = 255
 MAX_SWAPS = _LAST_TYPE - _FIRST_TYPE + 1
 """How often one group can get a fresh backend."""
 _PEERS_TIMEOUT_S = 30.0
+T = TypeVar("T")
 c10d = dist.distributed_c10d
 
 
@@ -126,43 +128,35 @@ class HelperThreads:
             self._idle.append(jobs)
 
 
-class _Connector(threading.Thread):
-    """Builds one backend."""
+class _Helper(threading.Thread):
+    """A daemon thread that works for somebody who may stop waiting."""
 
-    def __init__(self, build: Callable[[], Any], dispose: Callable[[Any], None]) -> None:
-        super().__init__(name="axon_nb-connect", daemon=True)
-        self._build = build
-        self._dispose = dispose
-        self._lock = threading.Lock()
-        self.backend: Any = None
-        self.error: BaseException | None = None
-        self.is_abandoned = False
-        """Whether nobody waits for the backend any more."""
-        self.done = threading.Event()
+    is_abandoned = False
+    """Whether nobody waits any more."""
+
+    def __init__(self, work: Callable[[], Any], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work = work
+        self.result: Future[Any] = Future()
 
     def run(self) -> None:
         try:
-            self.backend = self._build()
+            self.result.set_result(self._work())
         except BaseException as error:
-            self.error = error
-        with self._lock:
-            is_late = self.is_abandoned
-            self.done.set()
-        if is_late and self.error is None:
-            self._dispose(self.backend)
+            self.result.set_exception(error)
+            del self  # a cycle with the error, whose frames may hold tensors
 
-    def abandon(self) -> None:
-        """Stop waiting; the backend is disposed of in a thread, now or when it arrives."""
-        with self._lock:
-            self.is_abandoned = True
-            if self.done.is_set() and self.error is None:
-                threading.Thread(target=self._dispose, args=(self.backend,), daemon=True).start()
+
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Start `work` in a daemon thread, which may hang, and return its future."""
+    helper = _Helper(work, name)
+    helper.start()
+    return helper.result
 
 
 def is_abandoned() -> bool:
     """Whether this thread connects for somebody who has stopped waiting: its own waits may end."""
-    thread = threading.current_thread()
-    return isinstance(thread, _Connector) and thread.is_abandoned
+    return getattr(threading.current_thread(), "is_abandoned", False)
 
 
 def connect_in_helper(
@@ -183,20 +177,24 @@ def connect_in_helper(
     Raises:
         RuntimeError: connecting timed out or failed.
     """
-    connector = _Connector(build, dispose)
+    connector = _Helper(build, "axon_nb-connect")
+
+    def dispose_of_late(result: Future[Any]) -> None:
+        if result.exception() is None:
+            in_thread(lambda: dispose(result.result()), "axon_nb-dispose")
+
     try:
         connector.start()
         end = time.monotonic() + timeout_s
-        while not connector.done.wait(_POLL_S):
+        while not wait([connector.result], _POLL_S).done:
             raise_if_cancelled()
             if time.monotonic() > end:
                 raise RuntimeError(f"connecting timed out after {timeout_s:g} s")
     except BaseException:  # an interrupt may land anywhere here
-        connector.abandon()
+        connector.is_abandoned = True
+        connector.result.add_done_callback(dispose_of_late)
         raise
-    if connector.error is not None:
-        raise connector.error
-    return connector.backend
+    return connector.result.result()
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -25,6 +25,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from axon_nb.engine.groups.abort import in_thread
 from axon_nb.engine.inspection.telemetry import resident_bytes
 from axon_nb.engine.live_objects import LiveTensors, storages_of
 from axon_nb.engine.session import RankSession, resolve_variable, user_variables
@@ -222,8 +224,7 @@ class BackgroundImports:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._threads: dict[str, threading.Thread] = {}
-        self._results: dict[str, Any] = {}
+        self._imports: dict[str, Future[Any]] = {}
 
     def get(self, name: str) -> Any:
         """Return the module of this name; None until it is imported.
@@ -232,22 +233,15 @@ class BackgroundImports:
             ImportError: the import failed.
         """
         with self._lock:
-            if name not in self._threads:
-                thread = threading.Thread(target=self._import, args=(name,), name=f"axon_nb-import-{name}", daemon=True)
-                self._threads[name] = thread
-                thread.start()
-        result = self._results.get(name)
-        if isinstance(result, Exception):
-            with self._lock:  # the next request tries again
-                del self._threads[name], self._results[name]
-            raise ImportError(f"{name} cannot be imported: {result}") from result
-        return result
-
-    def _import(self, name: str) -> None:
-        try:
-            self._results[name] = importlib.import_module(name)
-        except Exception as error:
-            self._results[name] = error
+            if name not in self._imports:
+                self._imports[name] = in_thread(lambda: importlib.import_module(name), f"axon_nb-import-{name}")
+            done = self._imports[name]
+            if not done.done():
+                return None
+            if (error := done.exception()) is not None:
+                del self._imports[name]  # the next request tries again
+                raise ImportError(f"{name} cannot be imported: {error}") from error
+        return done.result()
 
 
 class MemoryReader:

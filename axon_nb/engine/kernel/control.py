@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import Future, wait
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, ModuleType
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ import torch
 from IPython.core.completer import IPCompleter
 
 from axon_nb.engine.debugger import Breakpoints
+from axon_nb.engine.groups.abort import in_thread
 from axon_nb.engine.frames import code_by_thread, gc_paused, is_cell, main_frame
 from axon_nb.engine.groups.recovery import abort
 from axon_nb.engine.inspection.telemetry import Sampler, Telemetry, TrainingJob, awaited_peers, group_waits, with_cost
@@ -245,7 +247,7 @@ class CompletionService:
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self._completer: Any = None
-        self._thread: threading.Thread | None = None
+        self._running: Future[Any] | None = None
 
     def handlers(self) -> ControlHandlers:
         """Handlers for the control channel, by request class."""
@@ -300,23 +302,15 @@ class CompletionService:
         Raises:
             UsageError: it is refused.
         """
-        if self._thread is not None and self._thread.is_alive():
+        if self._running is not None and not self._running.done():
             raise UsageError(_TIMED_OUT)
-        results: list[Reply] = []
-        failures: list[str] = []
-
-        def run() -> None:
-            try:
-                results.append(work())
-            except BaseException as error:
-                failures.append(type(error).__name__)
-
-        self._thread = threading.Thread(target=run, name="axon_nb-completion", daemon=True)
-        self._thread.start()
-        self._thread.join(_TIMEOUT_S)
-        if not results:
-            raise UsageError(failures[0] if failures else _TIMED_OUT)
-        return results[0]
+        self._running = running = in_thread(work, "axon_nb-completion")
+        if not wait([running], _TIMEOUT_S).done:
+            raise UsageError(_TIMED_OUT)
+        self._running = None  # an error would keep its frames alive
+        if (error := running.exception()) is not None:
+            raise UsageError(type(error).__name__)
+        return running.result()
 
 
 def control_handlers(
