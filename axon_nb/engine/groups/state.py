@@ -448,7 +448,7 @@ class GroupsState:
 
     @contextlib.contextmanager
     def without_rendezvous(self) -> Iterator[None]:
-        """Skip `store.rendezvous` within, on a replacement: the other ranks have its groups and only rebuild them."""
+        """Skip `wait_for_peers` within, on a replacement: the other ranks have its groups and only rebuild them."""
         before, self.skips_rendezvous = self.skips_rendezvous, True
         try:
             yield

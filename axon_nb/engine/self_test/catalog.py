@@ -129,7 +129,7 @@ CHECKS = (
 def is_timeout(reason: str) -> bool:
     """Whether a check timed out: the machine was busy, or a wait never ended."""
     # The timeouts of Gloo and of the store (20 s) expire before the runner's (30 s), with messages of their own.
-    return any(phrase in reason.lower() for phrase in ("timeout", "timed out"))
+    return any(phrase in reason.lower() for phrase in ("timeout", "timed out", "did not arrive"))
 
 
 def passed(check: Check) -> Capability:
