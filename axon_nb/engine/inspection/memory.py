@@ -54,7 +54,17 @@ _INTERRUPT = ctypes.cast(ctypes.pythonapi.PyErr_SetInterruptEx, ctypes.c_void_p)
 
 
 class UncopiedHook:
-    """A module hook that is not copied with its module: the copy gets a hook that does nothing."""
+    """A module hook that is not copied with its module: the copy gets a hook that does nothing.
+
+    Args:
+        call: Called with what the hook gets.
+    """
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return _make_noop, ()
@@ -86,11 +96,15 @@ class CallRecorder:
             return
         self._cells[module] = cell
         self._pending.add(module)
-        hook = _InputHook(self)
-        hook.handle = module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the inputs of a call."""
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not torch.compiler.is_compiling():
+                handle.remove()
+                self._note(module, args, kwargs)
+
+        handle = module.register_forward_pre_hook(UncopiedHook(note), with_kwargs=True)
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._pending.discard(module)
         try:
             self._inputs[module] = _describe(module, args, kwargs)
@@ -103,20 +117,6 @@ class CallRecorder:
         None if no call was recorded, or if it cannot be repeated with positional arguments and without data.
         """
         return self._inputs.get(module)
-
-
-class _InputHook(UncopiedHook):
-    """Records the inputs of one call, then removes itself."""
-
-    def __init__(self, recorder: CallRecorder) -> None:
-        self._recorder = recorder
-        self.handle: Any = None
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self.handle.remove()
-        self._recorder.note(module, args, kwargs)
 
 
 def _describe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
