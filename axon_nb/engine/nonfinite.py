@@ -93,7 +93,7 @@ class LastCalls:
 
     def _of_models(self, *, are_alone: bool) -> Iterator[tuple[nn.Module, _LastCall]]:
         for model, call in list(self._calls.items()):
-            if _is_alone(inner := _inner(model)) == are_alone:
+            if _is_alone(inner := inner_model(model)) == are_alone:
                 yield inner, call
 
 
@@ -215,12 +215,6 @@ def _cause(calls: Sequence[_Call], outputs: Sequence[torch.Tensor]) -> Origin | 
 
 def _is_alone(model: nn.Module) -> bool:
     return is_whole(model) and not any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    while is_wrapped_once(model):
-        model = model.get_submodule("module")
-    return model
 
 
 def _device_type(model: nn.Module) -> str:
