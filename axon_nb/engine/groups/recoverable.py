@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -54,13 +54,6 @@ _SLICED = frozenset({
 })  # fmt: skip
 
 
-class _Group(Protocol):
-    state: GroupsState
-    timeout: timedelta
-
-    def settle(self, call: Call, error: BaseException | None) -> None: ...
-
-
 class RecoverableWork(Work):
     """Wraps the work of the inner group.
 
@@ -83,7 +76,7 @@ class RecoverableWork(Work):
         inner: Any,
         call: Call,
         *,
-        group: _Group,
+        group: RecoverableGroup,
         sliced: bool,
         keep_alive: Any,
         on_finish: Callable[[Call], None],

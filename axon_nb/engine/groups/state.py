@@ -24,7 +24,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -228,7 +228,7 @@ class Slowdown:
 
     def __init__(self, raise_if_aborted: Callable[[], None], run_in_thread: Callable[[Callable[[], None]], None]):
         self._raise_if_aborted = raise_if_aborted
-        self._run_in_thread = run_in_thread
+        self.run_in_thread = run_in_thread
         self._slowness = Slowness()
         self._rank = 0
         self._factor = 1.0
@@ -312,10 +312,6 @@ class Slowdown:
             size *= len(ranks)
         return collective_delay_s(self._slowness, name, ranks, self._rank, size, root=ranks[root])
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Run a function on another thread."""
-        self._run_in_thread(work)
-
     def carry(self, link: object, seconds: float) -> None:
         """Sleep until a link has carried a message, after those before it.
 
@@ -358,7 +354,7 @@ class LateWork:
             self._done.set()
             self._base.set_result(None)
 
-        slowdown.start(finish)
+        slowdown.run_in_thread(finish)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; a wait that timed out can be repeated.
@@ -403,10 +399,6 @@ class LateWork:
         return int(self._inner.source_rank())
 
 
-class _Work(Protocol):
-    def fail(self) -> None: ...
-
-
 class GroupsState:
     """State that all groups of a rank share."""
 
@@ -432,7 +424,8 @@ class GroupsState:
         """The one it is in: function, global ranks, start in monotonic nanoseconds."""
         self.native: NativeGroups | None = None
         """The NCCL groups; None on a Gloo rank."""
-        self.works_with_future: weakref.WeakSet[_Work] = weakref.WeakSet()
+        self.works_with_future: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Works of recoverable groups."""
         self.run = 0
         """Number of the cell that runs: the same on all its ranks, up to 2 ** 18."""
         self.skips_rendezvous = False
