@@ -21,7 +21,7 @@ from axon_nb.comm import errors
 from axon_nb.comm.calls import report_call
 from axon_nb.comm.mock.scheduler import TurnScheduler
 from axon_nb.comm.torch_group import PythonProcessGroup, register_group
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import name_ranks
 
 NAME = "axon_mock"
 """The backend's name in torch."""
@@ -98,7 +98,7 @@ class MockGroup(PythonProcessGroup):
         pending = self._hub.join(self._own_rank, name, args, execute)
 
         def waiting_in() -> str:
-            return f"{name} for {_name_ranks(self._hub.absent_ranks(pending))}"
+            return f"{name} for {name_ranks(self._hub.absent_ranks(pending))}"
 
         return MockWork(self, lambda: pending.done, waiting_in, output)
 
@@ -280,7 +280,7 @@ class MockGroup(PythonProcessGroup):
         """Send a message."""
         self._report("send", (tensors,), target)
         message = self._hub.send(self._own_rank, target, tag, tensors[0])
-        place = f"send to {_name_ranks([self._hub.ranks[target]])}"
+        place = f"send to {name_ranks([self._hub.ranks[target]])}"
         return MockWork(self, lambda: message.is_taken or not self._synchronous_sends, lambda: place, list(tensors))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> MockWork:
@@ -293,7 +293,7 @@ class MockGroup(PythonProcessGroup):
             received.append(source)
 
         self._hub.receive(source, self._own_rank, tag, on_message)
-        place = f"recv for {_name_ranks([self._hub.ranks[source]])}"
+        place = f"recv for {name_ranks([self._hub.ranks[source]])}"
         return MockWork(self, lambda: bool(received), lambda: place, list(tensors))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> MockWork:
@@ -327,10 +327,6 @@ class MockGroup(PythonProcessGroup):
                 f"shape {tuple(target.shape)}."
             )
         target.detach().copy_(value.detach().reshape(target.shape))
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
 
 
 class MockWork(Work):

@@ -9,7 +9,7 @@ the registry has a mode in which each thread has its own. The register lists the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as c_api
 
 from axon_nb.comm.errors import DeadlockError
 from axon_nb.random_states import random_states, set_random_states
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import name_ranks
 from axon_nb.torch_api import torch_api
 
 _POLL_S = 0.05
@@ -155,12 +155,8 @@ class TurnScheduler:
         groups: dict[str, list[int]] = {}
         for rank, state in enumerate(self._states):
             groups.setdefault("finished" if state.finished else f"waiting in {state.waiting_in()}", []).append(rank)
-        text = "; ".join(f"{_name_ranks(ranks)} {what}" for what, ranks in groups.items())
+        text = "; ".join(f"{name_ranks(on)} {'is' if len(on) == 1 else 'are'} {what}" for what, on in groups.items())
         return f"Deadlock: {text}. All ranks of a group must make the same calls in the same order."
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {format_ranks(ranks)} are"
 
 
 def world_problems() -> list[str]:
