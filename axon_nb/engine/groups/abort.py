@@ -13,6 +13,7 @@ same type. The types after the named ones are free, so each swap takes the next.
 
 from __future__ import annotations
 
+import functools
 import queue
 import sys
 import threading
@@ -346,12 +347,7 @@ class NativeGroups:
             raise_if_cancelled=self._raise_if_aborted,
             timeout_s=self._timeout.total_seconds(),
         )
-        connect_in_helper(
-            lambda: self._kind.start(backend, self.device),
-            raise_if_cancelled=self._raise_if_aborted,
-            timeout_s=self._kind.connect_timeout_s,
-            dispose=lambda _: self._kind.abort(backend),
-        )
+        self._in_helper(lambda: self._kind.start(backend, self.device), lambda _: self._kind.abort(backend))
 
     def abort(self, *, timeout_s: float) -> list[str]:
         """Abort all that these groups do on this rank, from any thread; each group once until it is rebuilt.
@@ -396,7 +392,7 @@ class NativeGroups:
             return str(error).partition("\n")[0]
         for backend in backends:
             self._suspended.append(backend)
-            self._finish(backend.suspend)
+            self._in_helper(backend.suspend)
         return ""
 
     def resume(self) -> None:
@@ -405,14 +401,15 @@ class NativeGroups:
         for group in self.all():
             backend = backend_of(group, self.device)
             if any(backend is other for other in suspended):
-                self._finish(backend.resume)
+                self._in_helper(backend.resume)
 
-    def _finish(self, wait_for_all_ranks: Callable[[], Any]) -> None:
-        connect_in_helper(
-            wait_for_all_ranks,
+    def _in_helper(self, meet: Callable[[], Any], dispose: Callable[[Any], None] = lambda _: None) -> Any:
+        """Return what a call returns that waits in C++ for all ranks of a group; they are here."""
+        return connect_in_helper(
+            meet,
             raise_if_cancelled=self._raise_if_aborted,
             timeout_s=self._kind.connect_timeout_s,
-            dispose=lambda _: None,
+            dispose=dispose,
         )
 
     def begin_rebuild(self) -> None:
@@ -440,12 +437,8 @@ class NativeGroups:
         self._before_connect(group, epoch)
         store = PrefixStore(f"epoch{epoch}/{group.group_name}/", self._root)
         wait_for_peers(store, group.rank(), group.size(), raise_if_cancelled=self._raise_if_aborted)
-        backend = connect_in_helper(
-            lambda: self._kind.connect(store, group, ranks, self.timeout_of(group), self.device),
-            raise_if_cancelled=self._raise_if_aborted,
-            timeout_s=self._kind.connect_timeout_s,
-            dispose=self._kind.abort,
-        )
+        connect = functools.partial(self._kind.connect, store, group, ranks, self.timeout_of(group), self.device)
+        backend = self._in_helper(connect, self._kind.abort)
         earlier = self._swaps.get(group, 0)
         swap_backend(group, backend, self.device, earlier=earlier)
         self._swaps[group] = earlier + 1
