@@ -263,7 +263,9 @@ class Slowdown:
         self._debt_s += (self._factor - 1.0) * (now_ns - self._counted_ns) / 1e9
         self._counted_ns = now_ns
         if self._debt_s >= _SHORTEST_S:
-            self._pay(time.sleep)
+            start = time.monotonic()
+            self._sleep_until(start + self._debt_s)
+            self._debt_s -= time.monotonic() - start
             self._counted_ns = time.thread_time_ns()
 
     def skip(self) -> None:
@@ -271,14 +273,9 @@ class Slowdown:
         if self._factor != 1.0 and threading.current_thread() is threading.main_thread():
             self._counted_ns = time.thread_time_ns()
 
-    def _pay(self, wait: Callable[[float], None]) -> None:
-        start = time.monotonic()
-        self._sleep_until(start + self._debt_s, wait)
-        self._debt_s -= time.monotonic() - start
-
-    def _sleep_until(self, end: float, wait: Callable[[float], None] = time.sleep) -> None:
+    def _sleep_until(self, end: float) -> None:
         while (left := end - time.monotonic()) > 0:
-            wait(min(left, _SLICE_S))
+            time.sleep(min(left, _SLICE_S))
             self._raise_if_aborted()
 
     def late(self, work: Any, name: str, args: tuple[Any, ...], group: Any, size: int) -> Any:
