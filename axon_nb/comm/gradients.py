@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -136,24 +135,15 @@ def sync_gradients(
     Raises:
         TensorError: an item is not a tensor.
     """
-    open_buckets: dict[tuple[torch.dtype, torch.device], GradientBucket] = {}
-    started = []
-    for item in gradients:
+    synchronizer = GradientSynchronizer(bucket_size=bucket_elements, group=group)
+    for index, item in enumerate(gradients):
         gradient = item.grad if isinstance(item, torch.nn.Parameter) else item
         if gradient is None:
             continue
         if not isinstance(gradient, torch.Tensor):
             raise TensorError(f"gradients must be tensors or parameters; got {gradient!r}.")
-        kind = (gradient.dtype, gradient.device)
-        bucket = open_buckets.setdefault(kind, GradientBucket(bucket_elements))
-        if not bucket.fits(gradient) and bucket.num_gradients:
-            started.append((bucket, bucket.start(group=group)))
-            bucket = open_buckets[kind] = GradientBucket(bucket_elements)
-        bucket.add(gradient)
-    started += [(bucket, bucket.start(group=group)) for bucket in open_buckets.values() if bucket.num_gradients]
-    for bucket, handle in started:
-        handle.wait()
-        bucket.write_back()
+        synchronizer.add_gradient(index, gradient)
+    synchronizer.sync_all()
 
 
 class GradSyncStrategy(enum.Enum):
@@ -273,7 +263,5 @@ class GradientSynchronizer:
     def __enter__(self) -> GradientSynchronizer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()

@@ -71,7 +71,7 @@ class MockWorld:
             return run.scheduler.run(as_rank)
         finally:
             _active.clear()
-            run.close()
+            mock.set_thread_isolation(False)
 
     def create(self) -> list[ProcessGroup]:
         """Return one group per rank, all driven by the caller: make each call on every group with `async_op=True`."""
@@ -117,7 +117,7 @@ class _MockRun:
     def __init__(self, size: int, synchronous_sends: bool) -> None:
         self.size = size
         self._synchronous_sends = synchronous_sends
-        self.scheduler = mock.TurnScheduler([mock.RankContext() for _ in range(size)])
+        self.scheduler = mock.TurnScheduler(size)
         self._hubs: dict[str, mock.Hub] = {}
         self._store = HashStore()
         _register()
@@ -140,10 +140,6 @@ class _MockRun:
         except Exception as error:
             error.add_note(f"raised on rank {rank} of {self.size} of a mock world")
             raise
-
-    def close(self) -> None:
-        """Restore torch's state."""
-        mock.set_thread_isolation(False)
 
 
 def _register() -> None:

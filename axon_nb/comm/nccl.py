@@ -29,6 +29,7 @@ from msgspec import Struct
 from torch._C._distributed_c10d import Work
 
 from axon_nb.comm.errors import InvalidRankError, NcclError
+from axon_nb.comm.torch_group import PythonProcessGroup, forget_group, register_group
 
 _CAPSULE = b"torch.cuda.nccl.Communicator"
 _LIBRARY = "libnccl.so.2"
@@ -43,7 +44,6 @@ _NCCL_OPS = (
     (dist.ReduceOp.MAX, 2),
     (dist.ReduceOp.MIN, 3),
 )
-_Base: Any = dist.ProcessGroup
 Tensors = Sequence[torch.Tensor]
 
 
@@ -143,7 +143,7 @@ class NcclBackend:
         except NcclError as error:
             raise NcclError(f"rank {rank} of {world_size} failed to join: {error}") from None
         self.group = NcclGroup(communicator, rank, world_size, self.device, threaded=threaded)
-        register(self.group)
+        register_group(self.group, "cuda")
 
     @staticmethod
     def generate_unique_id() -> NcclUniqueId:
@@ -360,7 +360,7 @@ class _AwaitedWork(Work):
         return self._enqueued.result().result()
 
 
-class NcclGroup(_Base):
+class NcclGroup(PythonProcessGroup):
     """One rank of a hand-made NCCL world.
 
     Args:
@@ -375,14 +375,12 @@ class NcclGroup(_Base):
     def __init__(
         self, communicator: Any, rank: int, size: int, device: torch.device, *, threaded: bool = False
     ) -> None:
-        super().__init__(rank, size)
+        # A name that is not that of a C++ class, which DDP's logger would look for.
+        super().__init__(rank, size, f"axon_nccl_{uuid.uuid4().hex}", backend="axon_nccl")
         self._thread = ThreadPoolExecutor(1, f"axon_nb-nccl-{rank}") if threaded else None
         self._communicator = communicator
         self._messages: Messages | None = None
-        self._own_rank = rank
-        self._size = size
         self._device = device
-        self._name = f"axon_nccl_{uuid.uuid4().hex}"
 
     def _enqueue(self, call: Any, output: Any) -> Work:
         if self._communicator is None:
@@ -499,9 +497,7 @@ class NcclGroup(_Base):
         self._synchronize()
         (self._messages or self._messages_of(self._communicator)).leave()
         self._communicator = self._messages = None
-        world: Any = dist.distributed_c10d._world
-        for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
-            table.pop(self, None)
+        forget_group(self)
 
     def _synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -509,39 +505,6 @@ class NcclGroup(_Base):
     def barrier(self, opts: Any = None) -> Work:
         """Wait for all ranks, on the device."""
         return self.allreduce([torch.zeros(1, device=self._device)])
-
-    def getBackendName(self) -> str:
-        """Return a name that is not that of a C++ class, which DDP's logger would look for."""
-        return "axon_nccl"
-
-    def name(self) -> str:
-        """Return the name that torch prints."""
-        return "axon_nccl"
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self._size
-
-    def rank(self) -> int:
-        """Return this rank."""
-        return self._own_rank
-
-    getSize = size
-    getRank = rank
-
-    @property
-    def group_name(self) -> str:
-        """Torch's name of the group."""
-        return self._name
-
-
-def register(group: Any) -> None:
-    """Register `group` in the tables that torch's functions use to look up groups."""
-    world: Any = dist.distributed_c10d._world
-    world.pg_map[group] = (group.getBackendName(), None)
-    world.pg_names[group] = group.group_name
-    world.pg_group_ranks[group] = {member: member for member in range(group.size())}
-    world.pg_backend_config[group] = f"cuda:{group.getBackendName()}"
 
 
 def _nccl_op(op: Any) -> int:

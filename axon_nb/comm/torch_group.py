@@ -109,6 +109,23 @@ class PythonProcessGroup(_Base):
         return [torch.device("cpu")]
 
 
+def register_group(group: PythonProcessGroup, device_type: str) -> None:
+    """Enter a group of all ranks that was made by hand into the tables in which torch's functions look up groups."""
+    world: Any = dist.distributed_c10d._world
+    name = group.getBackendName()
+    world.pg_map[group] = (name, None)
+    world.pg_names[group] = group.group_name
+    world.pg_group_ranks[group] = {member: member for member in range(group.size())}
+    world.pg_backend_config[group] = f"{device_type}:{name}"
+
+
+def forget_group(group: PythonProcessGroup) -> None:
+    """Remove it from these tables."""
+    world: Any = dist.distributed_c10d._world
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+        table.pop(group, None)
+
+
 def stage_on_host(
     name: str, args: tuple[Any, ...], on_finish: Callable[[Any], None]
 ) -> tuple[tuple[Any, ...], Callable[[Any], None]]:

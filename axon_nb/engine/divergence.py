@@ -25,7 +25,7 @@ import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -39,11 +39,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axon_nb.comm.placements import Placed, placed
 from axon_nb.engine.frames import step_depth
-from axon_nb.engine.live_objects import live_objects
+from axon_nb.engine.live_objects import DDP, FSDP, live_objects
 from axon_nb.engine.nonfinite import LastCalls
 from axon_nb.engine.parity.recorder import named_parameters
 from axon_nb.engine.session import RankSession, user_variables
-from axon_nb.engine.sharding import layer_shardings, local_tensor
+from axon_nb.engine.sharding import layer_shardings, local_tensor, ranks_at
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.cells import CellFacts
 from axon_nb.records.protocol.inspection import NumbersReply, NumbersRequest
@@ -55,8 +55,6 @@ _WORD_BYTES = 8
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _MAX_LOSSES = 64
 """Of one step, such as those of microbatches; the last are kept."""
-_DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
-_FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _MAX_BYTES = 32 << 20
 _MIN_ROWS, _MAX_ROWS = 64, 4096
 _MAX_LOGS = 2
@@ -144,7 +142,7 @@ def root_models(session: RankSession) -> list[tuple[str, nn.Module]]:
     """Return the outermost models of this rank with their variables; DDP and FSDP2 models may be in none."""
     variables = user_variables(session.kernel.shell).items()
     models = [(name, value) for name, value in variables if issubclass(type(value), nn.Module)]
-    ddp, fsdp = live_objects(_DDP, _FSDP)
+    ddp, fsdp = live_objects(DDP, FSDP)
     models += [("", model) for model in (*ddp, *fsdp)]
     inside = {id(part) for _, model in models for part in model.modules() if part is not model}
     outermost = {id(model): (name, model) for name, model in reversed(models) if id(model) not in inside}
@@ -193,7 +191,7 @@ def _names(parameters: Sequence[torch.Tensor], models: Sequence[tuple[str, nn.Mo
 
 def _in_ddp() -> dict[int, tuple[int, ...]]:
     groups: dict[int, tuple[int, ...]] = {}
-    for model in live_objects(_DDP)[0]:
+    for model in live_objects(DDP)[0]:
         try:
             ranks = tuple(sorted(dist.get_process_group_ranks(model.process_group)))
         except KeyError:  # its group has been destroyed
@@ -217,17 +215,8 @@ def _along_replicated_axes(tensor: Placed) -> tuple[int, ...]:
     at = tensor.mesh.get_coordinate()
     if at is None:
         return ()
-    holders: Any = tensor.mesh.mesh
-    for axis in _split_axes(tensor):
-        holders = holders.select(axis, at[axis])
-    return tuple(sorted(holders.flatten().tolist()))
-
-
-def _split_axes(tensor: Placed) -> Iterator[int]:
-    """Yield the axes over which it is not replicated, the last first."""
-    for axis in reversed(range(len(tensor.placements))):
-        if not tensor.placements[axis].is_replicate():
-            yield axis
+    split = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return tuple(sorted(ranks_at(tensor.mesh, split, at)))
 
 
 class Row(Struct, frozen=True):

@@ -42,7 +42,6 @@ _CALL_FILES = tuple(
     for place in (
         ("torch", "distributed", "distributed_c10d.py"),
         ("axon_nb", "comm", "collectives", "direct.py"),
-        ("axon_nb", "comm", "collectives", "fast_path.py"),
     )
 )
 PUBLIC_CALLS = frozenset(name for name in dist.distributed_c10d.__all__ if name.islower())

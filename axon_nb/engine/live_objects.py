@@ -16,14 +16,16 @@ import itertools
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
 from axon_nb.engine.frames import gc_paused
 
-_FSDP = ("torch.distributed.fsdp", "FSDPModule")
+DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
+FSDP = ("torch.distributed.fsdp", "FSDPModule")
+FSDP1 = ("torch.distributed.fsdp", "FullyShardedDataParallel")
 _STATES = ("torch.distributed._composable_state", "_module_state_mapping")
 _CONSTRUCTORS = ("__init__", "__setstate__")
 
@@ -42,32 +44,28 @@ def live_objects(*kinds: tuple[str, str]) -> list[list[Any]]:
     Args:
         *kinds: (module, class); empty if the module has not been imported.
     """
-    classes = {kind: _lookup(kind) for kind in kinds}
-    states = _lookup(_STATES)
-    if states is not None and classes.get(_FSDP) is not None:
-        modules = [module for module in list(states) if isinstance(module, classes[_FSDP])]
-    else:
-        modules = None
-    unknown = [
-        cls
-        for kind, cls in classes.items()
-        if cls is not None and cls not in _tracked and (kind != _FSDP or modules is None)
-    ]
+    changed = _modules_of_fsdp() if FSDP in kinds else None
+    classes = {kind: _lookup(kind) for kind in kinds if kind != FSDP or changed is None}
+    unknown = [cls for cls in classes.values() if cls is not None and cls not in _tracked]
     scanned = dict(zip(unknown, _scan(unknown), strict=True)) if unknown else {}
     for kind, cls in classes.items():
         # `fully_shard` changes the class of existing modules, and CUDAGraph has no constructor in Python.
-        if cls in scanned and kind != _FSDP and any(name in vars(cls) for name in _CONSTRUCTORS):
+        if cls in scanned and kind != FSDP and any(name in vars(cls) for name in _CONSTRUCTORS):
             _track(cls, scanned[cls])
-    objects = []
-    for kind, cls in classes.items():
-        if kind == _FSDP and modules is not None:
-            objects.append(modules)
-        elif cls in _tracked:
-            references = _tracked[cls].valuerefs()  # a copy: other threads may make objects
-            objects.append([item for item in (reference() for reference in references) if item is not None])
-        else:
-            objects.append(scanned.get(cls, []))
-    return objects
+    return [_tracked_or(scanned, classes[kind]) if kind in classes else changed or [] for kind in kinds]
+
+
+def _modules_of_fsdp() -> list[Any] | None:
+    """The modules changed by `fully_shard`, from torch's table; None: there is no such table."""
+    states, kind = _lookup(_STATES), _lookup(FSDP)
+    return None if states is None or kind is None else [one for one in list(states) if isinstance(one, kind)]
+
+
+def _tracked_or(scanned: Mapping[type, list[Any]], cls: Any) -> list[Any]:
+    if cls not in _tracked:
+        return scanned.get(cls, [])
+    references = _tracked[cls].valuerefs()  # a copy: other threads may make objects
+    return [item for item in (reference() for reference in references) if item is not None]
 
 
 def register(item: Any) -> None:

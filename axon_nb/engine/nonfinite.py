@@ -23,21 +23,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from axon_nb.engine.inspection.memory import UncopiedHook
-from axon_nb.engine.parity.recorder import clean_name, is_whole, is_wrapped_once
+from axon_nb.engine.parity.recorder import clean_name, inner_model, is_whole
 from axon_nb.engine.sharding import local_tensor
 from axon_nb.records.training.digests import Origin
 from axon_nb.shell import inner_function, user_frame
-
-
-class _InputHook(UncopiedHook):
-    """Keeps the inputs of a model's calls."""
-
-    def __init__(self, keep: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        self._keep = keep
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
-            self._keep(module, args, kwargs)
 
 
 class _LastCall(Struct, frozen=True):
@@ -61,7 +50,7 @@ class LastCalls:
         """Keep those of these models, too, from now on."""
         for model in models:
             if model not in self._handles:
-                hook = _InputHook(self._keep)
+                hook = UncopiedHook(self._keep)
                 self._handles[model] = model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def end(self) -> None:
@@ -72,7 +61,7 @@ class LastCalls:
         self._calls.clear()
 
     def _keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if model.training and torch.is_grad_enabled():
+        if not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
             self._calls[model] = _LastCall(args, kwargs, torch.is_autocast_enabled(_device_type(model)))
 
     def find(self) -> Origin | None:
@@ -104,7 +93,7 @@ class LastCalls:
 
     def _of_models(self, *, are_alone: bool) -> Iterator[tuple[nn.Module, _LastCall]]:
         for model, call in list(self._calls.items()):
-            if _is_alone(inner := _inner(model)) == are_alone:
+            if _is_alone(inner := inner_model(model)) == are_alone:
                 yield inner, call
 
 
@@ -226,12 +215,6 @@ def _cause(calls: Sequence[_Call], outputs: Sequence[torch.Tensor]) -> Origin | 
 
 def _is_alone(model: nn.Module) -> bool:
     return is_whole(model) and not any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    while is_wrapped_once(model):
-        model = model.get_submodule("module")
-    return model
 
 
 def _device_type(model: nn.Module) -> str:

@@ -359,11 +359,22 @@ def install_fork_defaults(own_signal: int, output: NativeOutput) -> None:
         own_signal: A signal besides SIGINT that interrupts cells.
         output: The rank's output.
     """
-    defaults = {
+    defaults: dict[int, Any] = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,
         own_signal: signal.SIG_DFL,
     }
+    engine_handlers = {number: signal.getsignal(number) for number in defaults}
+
+    def become_plain() -> None:
+        signal.set_wakeup_fd(-1)  # it belongs to the rank's event loop
+        for number, handler in engine_handlers.items():
+            if signal.getsignal(number) == handler:
+                signal.signal(number, defaults[number])
+        for stream in output.streams:
+            plain = _PlainStream(stream.fileno())
+            vars(stream).update(write=plain.write, flush=plain.flush)
+
     # Python discards the signals that reach a child before its hooks have run, and drops what a hook raises. So signals
     # are blocked meanwhile, by libc: `signal.pthread_sigmask` would run their Python handlers within the hook.
     libc = ctypes.PyDLL(None)
@@ -374,28 +385,9 @@ def install_fork_defaults(own_signal: int, output: NativeOutput) -> None:
     block = partial(libc.pthread_sigmask, int(signal.SIG_BLOCK), blocked, mask)
     unblock = partial(libc.pthread_sigmask, int(signal.SIG_SETMASK), mask, None)
     one_fork = threading.RLock()  # `mask` belongs to the thread that forks
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=_Child(defaults, output).become_plain)
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=become_plain)
     os.register_at_fork(before=one_fork.acquire, after_in_parent=one_fork.release, after_in_child=one_fork.release)
     os.register_at_fork(after_in_child=unblock)
-
-
-class _Child:
-    """What a child needs that a rank has forked."""
-
-    def __init__(self, defaults: dict[int, Any], output: NativeOutput) -> None:
-        self._defaults = defaults
-        self._engine_handlers = {number: signal.getsignal(number) for number in defaults}
-        """The rank's own handlers, by signal."""
-        self._output = output
-
-    def become_plain(self) -> None:
-        signal.set_wakeup_fd(-1)  # it belongs to the rank's event loop
-        for number, handler in self._engine_handlers.items():
-            if signal.getsignal(number) == handler:
-                signal.signal(number, self._defaults[number])
-        for stream in self._output.streams:
-            plain = _PlainStream(stream.fileno())
-            vars(stream).update(write=plain.write, flush=plain.flush)
 
 
 class _PlainStream:

@@ -12,7 +12,7 @@ import functools
 import importlib
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from msgspec import Struct
 from msgspec.structs import replace
 
-from axon_nb.comm.placements import Placed, placed
-from axon_nb.engine.live_objects import live_objects
+from axon_nb.comm.placements import Placed, part_shape, placed
+from axon_nb.engine.live_objects import FSDP, FSDP1, live_objects
 from axon_nb.engine.session import current, user_variables
 from axon_nb.records.protocol.recovery import LostShards
 from axon_nb.records.telemetry import MeshInfo
@@ -29,7 +29,6 @@ from axon_nb.records.telemetry import MeshInfo
 _STAGE = ("torch.distributed.pipelining.stage", "_PipelineStageBase")
 _PIPELINE = ("axon_nb.parallel.pipeline.stages", "HeldStages")
 _THREE_D = ("axon_nb.parallel.three_d", "Parallel3D")
-_FSDP1 = ("torch.distributed.fsdp", "FullyShardedDataParallel")
 _SHARDED = "is sharded over ranks"
 _LINEAR = "axon_nb.parallel.tensor.layers"
 _BLOCK = ("axon_nb.parallel.tensor.layers", "TensorParallelBlock")
@@ -62,7 +61,7 @@ def _dtensor_type() -> Any:
 
 def is_sharded(obj: Any) -> bool:
     """Whether the object is a tensor that is laid out over ranks, or a module that FSDP has sharded."""
-    kinds = (loaded_class("torch.distributed.fsdp", "FSDPModule"), loaded_class(*_FSDP1))
+    kinds = (loaded_class(*FSDP), loaded_class(*FSDP1))
     if issubclass(type(obj), (*kinds, _dtensor_type())):
         return True
     found = placed(obj)
@@ -91,7 +90,7 @@ def local_shard(tensor: Any) -> torch.Tensor:
 
 def unreplicated_parameters() -> dict[int, str]:
     """Explain, by `id`, why parameters of FSDP1 modules and pipeline stages are not replicas of other ranks' ones."""
-    fsdp1_modules, stages, pipelines = live_objects(_FSDP1, _STAGE, _PIPELINE)
+    fsdp1_modules, stages, pipelines = live_objects(FSDP1, _STAGE, _PIPELINE)
     stage_modules = [*(stage.submod for stage in stages), *(pipeline.module for pipeline in pipelines)]
     reasons = {id(p): "is a pipeline stage" for module in stage_modules for p in module.parameters()}
     return reasons | {id(p): _SHARDED for module in fsdp1_modules for p in module.parameters()}
@@ -177,17 +176,13 @@ def _lost_bytes(tensor: Placed | None, ranks: frozenset[int]) -> int | None:
     """Return the bytes of the shards that only `ranks` hold; None if every shard is also elsewhere."""
     if tensor is None:
         return None
-    mesh, placements = tensor.mesh.mesh, tensor.placements
     lost: set[tuple[int, ...]] = set()
-    shard_axes = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
+    shard_axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
     if not shard_axes:
         return None
     for rank in ranks:
-        for coordinates in (mesh == rank).nonzero().tolist():
-            holders = mesh
-            for axis in sorted(shard_axes, reverse=True):
-                holders = holders.select(axis, coordinates[axis])
-            if set(holders.flatten().tolist()) <= ranks:
+        for coordinates in (tensor.mesh.mesh == rank).nonzero().tolist():
+            if set(ranks_at(tensor.mesh, shard_axes, coordinates)) <= ranks:
                 lost.add(tuple(coordinates[axis] for axis in shard_axes))
     if not lost:
         return None
@@ -195,12 +190,17 @@ def _lost_bytes(tensor: Placed | None, ranks: frozenset[int]) -> int | None:
 
 
 def _shard_bytes(tensor: Placed, shard_axes: list[int], indices: tuple[int, ...]) -> int:
-    shape = list(tensor.shape)
-    for axis, index in zip(shard_axes, indices, strict=True):
-        dim, count = tensor.placements[axis].dim, tensor.mesh.size(axis)
-        chunk = -(-shape[dim] // count)  # as torch.chunk splits
-        shape[dim] = max(0, min(chunk, shape[dim] - index * chunk))
-    return int(math.prod(shape) * tensor.local.element_size())
+    placements = [tensor.placements[axis] for axis in shard_axes]
+    sizes = [tensor.mesh.size(axis) for axis in shard_axes]
+    return math.prod(part_shape(tensor.shape, placements, sizes, indices)) * tensor.local.element_size()
+
+
+def ranks_at(mesh: Any, axes: Iterable[int], coordinates: Sequence[int]) -> list[int]:
+    """Return the ranks of a mesh that have these coordinates on some of its axes."""
+    ranks = mesh.mesh
+    for axis in sorted(axes, reverse=True):
+        ranks = ranks.select(axis, coordinates[axis])
+    return [int(rank) for rank in ranks.flatten().tolist()]
 
 
 def _stages(stage: Any) -> list[tuple[int, int]]:

@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from msgspec import Struct
 
 from axon_nb.engine.session import RankSession
 from axon_nb.records.protocol.cells import CellFacts
@@ -26,117 +28,74 @@ _ALL = "all:"
 _MAX_ROWS = 2000
 
 
-class _Run(Protocol):
+class _Run(Struct, frozen=True):
     """An open run of a tracker."""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of a step."""
-
-    def flush(self) -> None:
-        """Make what was written visible to others."""
-
-    def finish(self) -> None:
-        """Close the run."""
+    write: Callable[[int, Mapping[str, float]], object]
+    """Adds the values of a step."""
+    finish: Callable[[], object]
+    """Closes the run."""
+    flush: Callable[[], object] = lambda: None
+    """Makes what was written visible to others, if the tracker does not do so by itself."""
 
 
-class _TensorBoard:
-    """A folder of events."""
+def _tensorboard(where: str, name: str) -> _Run:
+    """Open a folder of events."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, where: str, name: str) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    writer: Any = SummaryWriter(str(Path(where, name)))
 
-        self._writer = SummaryWriter(str(Path(where, name)))
+    def write(step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            writer.add_scalar(key, value, step)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """See `_Run`."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def flush(self) -> None:
-        """See `_Run`."""
-        self._writer.flush()
-
-    def finish(self) -> None:
-        """See `_Run`."""
-        self._writer.close()
+    return _Run(write, writer.close, writer.flush)
 
 
-class _Wandb:
-    """A run of Weights & Biases; offline without a key."""
+def _wandb(where: str, name: str) -> _Run:
+    """Open a run of Weights & Biases; offline without a key."""
+    import wandb
 
-    def __init__(self, where: str, name: str) -> None:
-        import wandb
-
-        options: dict[str, Any] = {"project": where, "name": name, "reinit": "create_new"}
-        settings = wandb.Settings(console="off", silent=True)
-        try:
-            self._run = wandb.init(**options, settings=settings)
-        except wandb.errors.UsageError:  # no key, and nobody to ask for it
-            self._run = wandb.init(**options, settings=settings, mode="offline")
-        # Names have their own steps, and W&B drops what goes back.
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """See `_Run`."""
-        self._run.log({**values, "step": step})
-
-    def flush(self) -> None:
-        """W&B writes by itself."""
-
-    def finish(self) -> None:
-        """See `_Run`."""
-        self._run.finish()
+    options: dict[str, Any] = {"project": where, "name": name, "reinit": "create_new"}
+    settings = wandb.Settings(console="off", silent=True)
+    try:
+        run = wandb.init(**options, settings=settings)
+    except wandb.errors.UsageError:  # no key, and nobody to ask for it
+        run = wandb.init(**options, settings=settings, mode="offline")
+    # Names have their own steps, and W&B drops what goes back.
+    run.define_metric("*", step_metric="step")
+    return _Run(lambda step, values: run.log({**values, "step": step}), run.finish)
 
 
-class _MLflow:
-    """A run of MLflow, by its client: the cell's own active run stays what it is."""
+def _mlflow(where: str, name: str) -> _Run:
+    """Open a run of MLflow, by its client: the cell's own active run stays what it is."""
+    import mlflow
 
-    def __init__(self, where: str, name: str) -> None:
-        import mlflow
+    client = mlflow.MlflowClient(tracking_uri=where)
+    experiment = client.get_experiment_by_name("axon_nb")
+    number = experiment.experiment_id if experiment else client.create_experiment("axon_nb")
+    run = client.create_run(number, run_name=name).info.run_id
 
-        self._client = mlflow.MlflowClient(tracking_uri=where)
-        experiment = self._client.get_experiment_by_name("axon_nb")
-        number = experiment.experiment_id if experiment else self._client.create_experiment("axon_nb")
-        self._id = self._client.create_run(number, run_name=name).info.run_id
+    def write(step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            client.log_metric(run, key, value, step=step)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """See `_Run`."""
-        for name, value in values.items():
-            self._client.log_metric(self._id, name, value, step=step)
-
-    def flush(self) -> None:
-        """Each metric is stored at once."""
-
-    def finish(self) -> None:
-        """See `_Run`."""
-        self._client.set_terminated(self._id)
+    return _Run(write, lambda: client.set_terminated(run))
 
 
-class _Trackio:
-    """A run of trackio."""
+def _trackio(where: str, name: str) -> _Run:
+    """Open a run of trackio."""
+    import trackio
 
-    def __init__(self, where: str, name: str) -> None:
-        import trackio
-
-        self._run = trackio.init(project=where, name=name, embed=False)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """See `_Run`."""
-        self._run.log(dict(values), step=step)
-
-    def flush(self) -> None:
-        """Trackio writes by itself."""
-
-    def finish(self) -> None:
-        """See `_Run`."""
-        self._run.finish()
+    run = trackio.init(project=where, name=name, embed=False)
+    return _Run(lambda step, values: run.log(dict(values), step=step), run.finish)
 
 
 _TRACKERS: Mapping[str, Callable[[str, str], _Run]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _Wandb,
-    "mlflow": _MLflow,
-    "trackio": _Trackio,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "trackio": _trackio,
 }
 
 

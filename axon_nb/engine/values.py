@@ -496,7 +496,7 @@ def _extension_array(value: Any) -> Node:
     if names:
         return Node(kind, children=((f".{name}", getattr(value, name)) for name in names))
     numbers = getattr(value, "asi8", None)
-    if numbers is None and type(value).__name__ in ("NumpyExtensionArray", "PandasArray"):
+    if numbers is None and type(value).__name__ == "NumpyExtensionArray":
         numbers = value.to_numpy()
     if numbers is not None:
         return Node(kind, children=(("", numbers),))

@@ -18,8 +18,9 @@ from torch import nn
 
 from axon_nb.comm import Backend, NcclError, World, nccl
 from axon_nb.comm.group import choose_backend
-from axon_nb.comm.nccl import Messages, NcclBackend, NcclGroup, NcclUniqueId, join_world, register
+from axon_nb.comm.nccl import Messages, NcclBackend, NcclGroup, NcclUniqueId, join_world
 from axon_nb.comm.spans import DeviceClock
+from axon_nb.comm.torch_group import register_group
 from axon_nb.engine.groups.flight_recorder import FinishedCalls
 from axon_nb.engine.inspection.views import SpanReader
 from axon_nb.engine.session import RankSession
@@ -138,7 +139,7 @@ def _on_ranks(work: Callable[[NcclGroup, int], Any]) -> list[Any]:
     def run(rank: int) -> None:
         group = _HostGroup(object(), rank, SIZE, torch.device("cpu"))
         group._messages = Messages(1, _Library(rank, mail))
-        register(group)
+        register_group(group, "cpu")
         try:
             results[rank] = work(group, rank)
         finally:

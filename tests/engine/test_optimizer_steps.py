@@ -28,7 +28,7 @@ from axon_nb.engine import live_objects as searched
 from axon_nb.engine.groups import recovery as wrappers
 from axon_nb.records.hooks import missing_hooks
 
-kinds = {"ddp": wrappers._DDP, "fsdp": wrappers._FSDP, "schedules": wrappers._SCHEDULES}
+kinds = {"ddp": wrappers.DDP, "fsdp": wrappers.FSDP, "schedules": wrappers._SCHEDULES}
 passes = []
 look = searched._scan
 searched._scan = lambda classes: passes.append(len(classes)) or look(classes)

@@ -27,7 +27,7 @@ from axon_nb import wrong_numbers
 from axon_nb.engine import bootstrap
 from axon_nb.engine.self_test import catalog as self_test_hooks
 from axon_nb.engine.self_test import runner, verdict
-from axon_nb.engine.self_test.catalog import CHECKS, failed, is_timeout, passed
+from axon_nb.engine.self_test.catalog import CHECKS, is_timeout, outcome
 from axon_nb.records import hooks
 from axon_nb.records.hooks import TESTED, Capability, install_command
 from axon_nb.torch_api import torch_api
@@ -151,7 +151,7 @@ def test_other_capabilities_keep_working(tmp_path: Path, what: str) -> None:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the verdicts of this process, in which every check passes at once."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(runner, "run", lambda only: [passed(check) for check in CHECKS])
+    monkeypatch.setattr(runner, "run", lambda only: [outcome(check) for check in CHECKS])
     folder = verdict.cache_folder()
     folder.mkdir(parents=True)
     return folder
@@ -159,7 +159,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_old_failure_is_retested(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(only: Sequence[str]) -> list[Capability]:
-        return [failed(CHECKS[0], "AttributeError: gone"), *map(passed, CHECKS[1:])]
+        return [outcome(CHECKS[0], "AttributeError: gone"), *map(outcome, CHECKS[1:])]
 
     with monkeypatch.context() as broken:
         broken.setattr(runner, "run", fail)

@@ -262,8 +262,7 @@ def _split_for_ranks(tensor: Array | None, pg: ProcessGroup) -> list[torch.Tenso
 
 def _target_from_header(blocks: list[torch.Tensor] | None, root: int, pg: ProcessGroup) -> torch.Tensor:
     """Return an empty tensor with the shape and dtype of the root's parts."""
-    device = torch.device("cuda", torch.cuda.current_device()) if pg.backend is Backend.NCCL else torch.device("cpu")
-    header = pack(blocks[0] if blocks else None).to(device)
+    header = pack(blocks[0] if blocks else None).to(_device(pg))
     dist.broadcast(header, root, group=pg.torch_group)
     return unpack(header, rank_device(pg) if blocks is None else blocks[0].device)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from axon_nb.comm.mock.group import NAME, Hub, MockBackend, MockGroup
-from axon_nb.comm.mock.scheduler import RankContext, TurnScheduler, set_thread_isolation
+from axon_nb.comm.mock.scheduler import TurnScheduler, set_thread_isolation
 
 __all__ = [
     "NAME",
     "Hub",
     "MockBackend",
     "MockGroup",
-    "RankContext",
     "TurnScheduler",
     "set_thread_isolation",
 ]

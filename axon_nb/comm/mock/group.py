@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import Work
 from axon_nb.comm import errors
 from axon_nb.comm.calls import report_call
 from axon_nb.comm.mock.scheduler import TurnScheduler
-from axon_nb.comm.torch_group import PythonProcessGroup
-from axon_nb.records.ranks import format_ranks
+from axon_nb.comm.torch_group import PythonProcessGroup, register_group
+from axon_nb.records.ranks import name_ranks
 
 NAME = "axon_mock"
 """The backend's name in torch."""
@@ -47,12 +47,7 @@ class MockBackend:
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.group = MockGroup(hub, rank, None, f"axon_mock_{uuid.uuid4().hex}")
-        world: Any = dist.distributed_c10d._world
-        # The tables that torch's functions use to look up groups.
-        world.pg_map[self.group] = (NAME, None)
-        world.pg_names[self.group] = self.group.group_name
-        world.pg_group_ranks[self.group] = {member: member for member in hub.ranks}
-        world.pg_backend_config[self.group] = f"cpu:{NAME}"
+        register_group(self.group, "cpu")
 
     @classmethod
     def create_world(cls, world_size: int) -> list[MockBackend]:
@@ -102,15 +97,16 @@ class MockGroup(PythonProcessGroup):
         self._report(name.partition(" ")[0], args if isinstance(args, tuple) else (args,))
         pending = self._hub.join(self._own_rank, name, args, execute)
 
-        def wait(ready: Callable[[], bool]) -> None:
-            self._wait(ready, lambda: f"{name} for {_name_ranks(self._hub.absent_ranks(pending))}")
+        def waiting_in() -> str:
+            return f"{name} for {name_ranks(self._hub.absent_ranks(pending))}"
 
-        return MockWork(lambda: pending.done, wait, output)
+        return MockWork(self, lambda: pending.done, waiting_in, output)
 
     def _report(self, name: str, args: tuple[Any, ...], peer: int = -1) -> None:
         report_call(name, args, self._own_rank, lambda: self._hub.ranks, peer)
 
-    def _wait(self, ready: Callable[[], bool], waiting_in: Callable[[], str]) -> None:
+    def wait_until(self, ready: Callable[[], bool], waiting_in: Callable[[], str]) -> None:
+        """Let the other ranks run until `ready()`; `waiting_in` names the call, should none be able to."""
         if ready():
             return
         if self._scheduler is None or self._scheduler.rank is None:
@@ -284,11 +280,8 @@ class MockGroup(PythonProcessGroup):
         """Send a message."""
         self._report("send", (tensors,), target)
         message = self._hub.send(self._own_rank, target, tag, tensors[0])
-
-        def wait(ready: Callable[[], bool]) -> None:
-            self._wait(ready, lambda: f"send to {_name_ranks([self._hub.ranks[target]])}")
-
-        return MockWork(lambda: message.is_taken or not self._synchronous_sends, wait, list(tensors))
+        place = f"send to {name_ranks([self._hub.ranks[target]])}"
+        return MockWork(self, lambda: message.is_taken or not self._synchronous_sends, lambda: place, list(tensors))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> MockWork:
         """Receive the next message; several receives complete in the order in which they were posted."""
@@ -300,11 +293,8 @@ class MockGroup(PythonProcessGroup):
             received.append(source)
 
         self._hub.receive(source, self._own_rank, tag, on_message)
-
-        def wait(ready: Callable[[], bool]) -> None:
-            self._wait(ready, lambda: f"recv for {_name_ranks([self._hub.ranks[source]])}")
-
-        return MockWork(lambda: bool(received), wait, list(tensors))
+        place = f"recv for {name_ranks([self._hub.ranks[source]])}"
+        return MockWork(self, lambda: bool(received), lambda: place, list(tensors))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> MockWork:
         """Receive a message from any rank; the lowest rank comes first."""
@@ -317,10 +307,7 @@ class MockGroup(PythonProcessGroup):
                 received.append(message[0])
             return bool(received)
 
-        def wait(ready: Callable[[], bool]) -> None:
-            self._wait(ready, lambda: "recv for any rank")
-
-        return MockWork(ready, wait, list(tensors), lambda: received[0])
+        return MockWork(self, ready, lambda: "recv for any rank", list(tensors), lambda: received[0])
 
     def _check_shapes(self, name: str, parts: Tensors) -> None:
         for rank, part in enumerate(parts):
@@ -342,36 +329,35 @@ class MockGroup(PythonProcessGroup):
         target.detach().copy_(value.detach().reshape(target.shape))
 
 
-def _name_ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
-
-
 class MockWork(Work):
     """A communication in progress; waiting for it lets the other ranks run.
 
     Args:
+        group: The group of the rank that called it.
         ready: Whether it has completed; the call may complete it.
-        wait: Lets other ranks run until `ready()`.
+        waiting_in: Names the call and whom it waits for.
         output: The tensors that the future returns.
         source: Returns the sender's rank.
     """
 
     def __init__(
         self,
+        group: MockGroup,
         ready: Callable[[], bool],
-        wait: Callable[[Callable[[], bool]], None],
+        waiting_in: Callable[[], str],
         output: Any,
         source: Callable[[], int] = lambda: -1,
     ) -> None:
         super().__init__()
         self._source = source
+        self._group = group
         self._ready = ready
-        self._wait = wait
+        self._waiting_in = waiting_in
         self._output = output
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for completion."""
-        self._wait(self._ready)
+        self._group.wait_until(self._ready, self._waiting_in)
         return True
 
     def is_completed(self) -> bool:

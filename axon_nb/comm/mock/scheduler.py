@@ -9,8 +9,8 @@ the registry has a mode in which each thread has its own. The register lists the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from msgspec import Struct, field
@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as c_api
 
 from axon_nb.comm.errors import DeadlockError
 from axon_nb.random_states import random_states, set_random_states
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import name_ranks
 from axon_nb.torch_api import torch_api
 
 _POLL_S = 0.05
@@ -27,16 +27,6 @@ c10d = dist.distributed_c10d
 
 class RankAborted(BaseException):
     """Raised in a rank's thread because another rank failed. Not an `Exception`, so user code does not swallow it."""
-
-
-class Context(Protocol):
-    """State of one rank that is installed while the rank runs."""
-
-    def enter(self) -> None:
-        """Called before the rank runs."""
-
-    def leave(self) -> None:
-        """Called after the rank has run."""
 
 
 class _RankState(Struct):
@@ -52,11 +42,15 @@ class _RankState(Struct):
 
 
 class TurnScheduler:
-    """Runs functions as ranks, one thread per rank."""
+    """Runs functions as ranks, one thread per rank.
 
-    def __init__(self, contexts: Sequence[Context]) -> None:
-        self._contexts = list(contexts)
-        self._states = [_RankState() for _ in contexts]
+    Args:
+        num_ranks: How many.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._contexts = [_RankContext() for _ in range(num_ranks)]
+        self._states = [_RankState() for _ in range(num_ranks)]
         self._local = threading.local()
         self._all_finished = threading.Event()
         self._abort_cause: BaseException | None = None
@@ -161,12 +155,8 @@ class TurnScheduler:
         groups: dict[str, list[int]] = {}
         for rank, state in enumerate(self._states):
             groups.setdefault("finished" if state.finished else f"waiting in {state.waiting_in()}", []).append(rank)
-        text = "; ".join(f"{_name_ranks(ranks)} {what}" for what, ranks in groups.items())
+        text = "; ".join(f"{name_ranks(on)} {'is' if len(on) == 1 else 'are'} {what}" for what, on in groups.items())
         return f"Deadlock: {text}. All ranks of a group must make the same calls in the same order."
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {format_ranks(ranks)} are"
 
 
 def world_problems() -> list[str]:
@@ -194,7 +184,7 @@ class _World:
         vars(self).update({name: kind() for name, kind in torch_api().world_fields.items()})
 
 
-class RankContext:
+class _RankContext:
     """The per-process state of one rank: torch's groups and the random number generators."""
 
     def __init__(self) -> None:

@@ -470,11 +470,9 @@ def caller_line() -> int:
 
 def register(name: str = BACKEND) -> None:
     """Register the backend for `dist.init_process_group` and `dist.new_group`."""
-    _register(name)
+    if name in dist.Backend.backend_list:  # torch refuses a second time
+        return
 
-
-@functools.cache  # torch refuses a second time
-def _register(name: str) -> None:
     def create(options: Any, _: Any) -> SharedMemoryGroup:
         return SharedMemoryGroup(
             options.store,

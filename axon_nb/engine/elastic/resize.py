@@ -19,8 +19,7 @@ import torch.distributed as dist
 from axon_nb.comm.group import ProcessGroup, forget, resolve
 from axon_nb.engine.elastic import sharded_states
 from axon_nb.engine.groups.creation import c10d, rebuildable_groups
-from axon_nb.engine.groups.recoverable import RecoverableGroup
-from axon_nb.engine.live_objects import live_objects, objects_of, with_subclasses
+from axon_nb.engine.live_objects import DDP, FSDP, live_objects, objects_of, with_subclasses
 from axon_nb.engine.session import current, own_rank, set_world_environment, user_variables
 from axon_nb.engine.sharding import is_dtensor, is_sharded, is_stage, loaded_class, unreplicated_reason
 from axon_nb.errors import UsageError
@@ -28,10 +27,8 @@ from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.recovery import Committed, JoinConfig
 
 _FIX = "Save a checkpoint, delete it with `del {name}`, resize, then recreate it and load the checkpoint"
-_FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _UNNAMED = "assign it to a variable, so that its shards can be found"
 _SAMPLER = ("torch.utils.data.distributed", "DistributedSampler")
-_DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 ResizeFunction = Callable[[int, int], Any]
 """Called with the old and the new number of ranks."""
 F = TypeVar("F", bound=ResizeFunction)
@@ -106,7 +103,7 @@ def _unnamed() -> Iterator[tuple[str, str]]:
     """Yield what is sharded and in no variable."""
     gc.collect()  # wrappers are in cycles of references
     known = {id(module) for model in sharded_states.fsdp_models().values() for module in model.modules()}
-    (modules,) = live_objects(_FSDP)
+    (modules,) = live_objects(FSDP)
     for module in modules:
         if id(module) not in known:
             yield type(module).__name__, f"is sharded and in no variable: {_UNNAMED}"
@@ -121,13 +118,6 @@ def _unnamed() -> Iterator[tuple[str, str]]:
         is_split = isinstance(optimizer, zero) or any(is_dtensor(parameter) for parameter in parameters)
         if is_split and id(optimizer) not in named:
             yield type(optimizer).__name__, f"has sharded states and is in no variable: {_UNNAMED}"
-
-
-def slice_of(length: int, size: int, index: int) -> tuple[int, int]:
-    """Return start and end of a rank's part of `length` elements, as `torch.chunk` splits them over `size` ranks."""
-    step = -(-length // size)
-    start = min(length, index * step)
-    return start, min(length, start + step)
 
 
 @torch.no_grad()
@@ -158,7 +148,10 @@ def reshard(
     rank, length = dist.get_rank(), shape[dim]
 
     def part(size: int, index: int) -> tuple[int, int]:
-        return slice_of(length, size, index) if index < size else (0, 0)
+        """Start and end of a rank's part, as `torch.chunk` splits; of a rank that is not there, nothing."""
+        step = -(-length // size)
+        start = min(length, index * step)
+        return (start, min(length, start + step)) if index < size else (0, 0)
 
     start, end = part(new_size, rank)
     result = torch.empty((*shape[:dim], end - start, *shape[dim + 1 :]), dtype=dtype, device=device)
@@ -259,13 +252,6 @@ def set_world(config: JoinConfig) -> None:
     session.subgroup = None
 
 
-def groups_with_absent_ranks() -> list[RecoverableGroup]:
-    """Return the groups of which some ranks are not in the world any more."""
-    size = current().config.world_size
-    ranks_of = c10d._world.pg_group_ranks
-    return [group for group in rebuildable_groups() if max(ranks_of[group]) >= size]
-
-
 def resize_samplers(old_size: int, *, rank: int, size: int) -> int:
     """Have every sampler over all `old_size` ranks split its dataset over `size`; return how many there are.
 
@@ -353,7 +339,7 @@ def commit(old_size: int) -> Committed:
     config, staged = session.config, session.staged
     models = sharded_states.fsdp_models()
     zeros = sharded_states.zero_optimizers()
-    count = len(live_objects(_DDP)[0]) + len(models)
+    count = len(live_objects(DDP)[0]) + len(models)
     sharded_states.resize_meshes(old_size)
     _commit_fsdp(models, staged)
     for name, optimizer in zeros.items():
@@ -414,7 +400,8 @@ def _like(parameter: Any, value: Any, before: Any) -> Any:
 
 def _drop_groups() -> list[str]:
     """Drop the groups of which ranks have left; return the variables that hold one."""
-    left = groups_with_absent_ranks()
+    size, ranks_of = current().config.world_size, c10d._world.pg_group_ranks
+    left = [group for group in rebuildable_groups() if max(ranks_of[group]) >= size]
     variables = user_variables(current().kernel.shell)
     names = [name for name, value in variables.items() if any(value is group for group in left)]
     for group in left:

@@ -24,15 +24,13 @@ from msgspec import Struct
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
-from axon_nb.engine.live_objects import live_objects, objects_of, register, with_subclasses
+from axon_nb.engine.live_objects import FSDP, live_objects, objects_of, register, with_subclasses
 from axon_nb.engine.session import current, user_variables
 from axon_nb.engine.sharding import device_mesh_type, is_dtensor, is_sharded, loaded_class
 from axon_nb.torch_api import torch_api
 
-_FSDP = ("torch.distributed.fsdp", "FSDPModule")
 Key = tuple[str, str, str]
 """A variable, a parameter in it (its name or its index), and which of its tensors."""
-_FSDP_PACKAGE = "torch.distributed.fsdp"
 _STEP_WRAPPERS = ("step", "_opt_called")
 """What a scheduler sets on its optimizer; it does so again on arrival."""
 
@@ -285,7 +283,7 @@ def outer_modules() -> dict[str, Any]:
 
 def fsdp_models() -> dict[str, Any]:
     """Return the variables that are, or contain, FSDP2 modules; a module inside another one is left out."""
-    if not live_objects(_FSDP)[0]:
+    if not live_objects(FSDP)[0]:
         return {}
     return {name: value for name, value in outer_modules().items() if any(map(is_sharded, value.modules()))}
 
@@ -353,7 +351,7 @@ def reduce_sharded(obj: Any, kind: type, old_size: int) -> Any:
     if issubclass(kind, device_mesh_type()) and is_world_mesh(obj, old_size):
         return world_mesh, (obj.device_type, obj.mesh_dim_names)
     if issubclass(kind, nn.Module) and getattr(obj, "_is_fsdp_managed_module", False):
-        plain = kind.__bases__[1] if issubclass(kind, loaded_class(_FSDP_PACKAGE, "FSDPModule")) else kind
+        plain = kind.__bases__[1] if issubclass(kind, loaded_class(*FSDP)) else kind
         return _new, (plain,), _without_fsdp(obj), None, None, nn.Module.__setstate__
     if issubclass(kind, torch.optim.Optimizer):
         state = {name: value for name, value in vars(obj).items() if name not in _STEP_WRAPPERS}
@@ -391,7 +389,7 @@ def _without_fsdp(module: nn.Module) -> dict[str, Any]:
         for name, hooks in state.items()
         if name.endswith("_hooks") and isinstance(hooks, dict)
         for number, hook in hooks.items()
-        if str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith(_FSDP_PACKAGE)
+        if str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith(FSDP[0])
     }
     for name, hooks in state.items():
         if "_hooks" in name and isinstance(hooks, dict):

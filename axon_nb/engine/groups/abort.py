@@ -13,14 +13,16 @@ same type. The types after the named ones are free, so each swap takes the next.
 
 from __future__ import annotations
 
+import functools
 import queue
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,7 @@ _LAST_TYPE = 255
 MAX_SWAPS = _LAST_TYPE - _FIRST_TYPE + 1
 """How often one group can get a fresh backend."""
 _PEERS_TIMEOUT_S = 30.0
+T = TypeVar("T")
 c10d = dist.distributed_c10d
 
 
@@ -126,43 +129,35 @@ class HelperThreads:
             self._idle.append(jobs)
 
 
-class _Connector(threading.Thread):
-    """Builds one backend."""
+class _Helper(threading.Thread):
+    """A daemon thread that works for somebody who may stop waiting."""
 
-    def __init__(self, build: Callable[[], Any], dispose: Callable[[Any], None]) -> None:
-        super().__init__(name="axon_nb-connect", daemon=True)
-        self._build = build
-        self._dispose = dispose
-        self._lock = threading.Lock()
-        self.backend: Any = None
-        self.error: BaseException | None = None
-        self.is_abandoned = False
-        """Whether nobody waits for the backend any more."""
-        self.done = threading.Event()
+    is_abandoned = False
+    """Whether nobody waits any more."""
+
+    def __init__(self, work: Callable[[], Any], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work = work
+        self.result: Future[Any] = Future()
 
     def run(self) -> None:
         try:
-            self.backend = self._build()
+            self.result.set_result(self._work())
         except BaseException as error:
-            self.error = error
-        with self._lock:
-            is_late = self.is_abandoned
-            self.done.set()
-        if is_late and self.error is None:
-            self._dispose(self.backend)
+            self.result.set_exception(error)
+            del self  # a cycle with the error, whose frames may hold tensors
 
-    def abandon(self) -> None:
-        """Stop waiting; the backend is disposed of in a thread, now or when it arrives."""
-        with self._lock:
-            self.is_abandoned = True
-            if self.done.is_set() and self.error is None:
-                threading.Thread(target=self._dispose, args=(self.backend,), daemon=True).start()
+
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Start `work` in a daemon thread, which may hang, and return its future."""
+    helper = _Helper(work, name)
+    helper.start()
+    return helper.result
 
 
 def is_abandoned() -> bool:
     """Whether this thread connects for somebody who has stopped waiting: its own waits may end."""
-    thread = threading.current_thread()
-    return isinstance(thread, _Connector) and thread.is_abandoned
+    return getattr(threading.current_thread(), "is_abandoned", False)
 
 
 def connect_in_helper(
@@ -183,20 +178,24 @@ def connect_in_helper(
     Raises:
         RuntimeError: connecting timed out or failed.
     """
-    connector = _Connector(build, dispose)
+    connector = _Helper(build, "axon_nb-connect")
+
+    def dispose_of_late(result: Future[Any]) -> None:
+        if result.exception() is None:
+            in_thread(lambda: dispose(result.result()), "axon_nb-dispose")
+
     try:
         connector.start()
         end = time.monotonic() + timeout_s
-        while not connector.done.wait(_POLL_S):
+        while not wait([connector.result], _POLL_S).done:
             raise_if_cancelled()
             if time.monotonic() > end:
                 raise RuntimeError(f"connecting timed out after {timeout_s:g} s")
     except BaseException:  # an interrupt may land anywhere here
-        connector.abandon()
+        connector.is_abandoned = True
+        connector.result.add_done_callback(dispose_of_late)
         raise
-    if connector.error is not None:
-        raise connector.error
-    return connector.backend
+    return connector.result.result()
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -348,12 +347,7 @@ class NativeGroups:
             raise_if_cancelled=self._raise_if_aborted,
             timeout_s=self._timeout.total_seconds(),
         )
-        connect_in_helper(
-            lambda: self._kind.start(backend, self.device),
-            raise_if_cancelled=self._raise_if_aborted,
-            timeout_s=self._kind.connect_timeout_s,
-            dispose=lambda _: self._kind.abort(backend),
-        )
+        self._in_helper(lambda: self._kind.start(backend, self.device), lambda _: self._kind.abort(backend))
 
     def abort(self, *, timeout_s: float) -> list[str]:
         """Abort all that these groups do on this rank, from any thread; each group once until it is rebuilt.
@@ -398,7 +392,7 @@ class NativeGroups:
             return str(error).partition("\n")[0]
         for backend in backends:
             self._suspended.append(backend)
-            self._finish(backend.suspend)
+            self._in_helper(backend.suspend)
         return ""
 
     def resume(self) -> None:
@@ -407,14 +401,15 @@ class NativeGroups:
         for group in self.all():
             backend = backend_of(group, self.device)
             if any(backend is other for other in suspended):
-                self._finish(backend.resume)
+                self._in_helper(backend.resume)
 
-    def _finish(self, wait_for_all_ranks: Callable[[], Any]) -> None:
-        connect_in_helper(
-            wait_for_all_ranks,
+    def _in_helper(self, meet: Callable[[], Any], dispose: Callable[[Any], None] = lambda _: None) -> Any:
+        """Return what a call returns that waits in C++ for all ranks of a group; they are here."""
+        return connect_in_helper(
+            meet,
             raise_if_cancelled=self._raise_if_aborted,
             timeout_s=self._kind.connect_timeout_s,
-            dispose=lambda _: None,
+            dispose=dispose,
         )
 
     def begin_rebuild(self) -> None:
@@ -442,12 +437,8 @@ class NativeGroups:
         self._before_connect(group, epoch)
         store = PrefixStore(f"epoch{epoch}/{group.group_name}/", self._root)
         wait_for_peers(store, group.rank(), group.size(), raise_if_cancelled=self._raise_if_aborted)
-        backend = connect_in_helper(
-            lambda: self._kind.connect(store, group, ranks, self.timeout_of(group), self.device),
-            raise_if_cancelled=self._raise_if_aborted,
-            timeout_s=self._kind.connect_timeout_s,
-            dispose=self._kind.abort,
-        )
+        connect = functools.partial(self._kind.connect, store, group, ranks, self.timeout_of(group), self.device)
+        backend = self._in_helper(connect, self._kind.abort)
         earlier = self._swaps.get(group, 0)
         swap_backend(group, backend, self.device, earlier=earlier)
         self._swaps[group] = earlier + 1
@@ -467,24 +458,27 @@ def wait_for_peers(
 ) -> None:
     """Wait until all ranks of a group are here; connecting is then short, and it cannot be interrupted.
 
+    They may arrive at very different times: Gloo's own limit for connecting is only a few seconds.
+
     Args:
         store: A fresh prefix.
         rank: This process's rank in the group.
         size: Number of ranks in the group.
-        raise_if_cancelled: Called every 20 ms; raises to end the wait.
+        raise_if_cancelled: Called every 20 to 50 ms; raises to end the wait.
         timeout_s: Seconds to wait.
 
     Raises:
         RuntimeError: a rank did not arrive.
     """
-    store.set(f"here{rank}", "1")
-    missing = set(range(size)) - {rank}
+    keys = [f"here{peer}" for peer in range(size)]
+    store.set(keys[rank], "1")
     end = time.monotonic() + timeout_s
     while True:
-        missing = {peer for peer in missing if not store.check([f"here{peer}"])}
-        if not missing:
+        try:
+            store.wait(keys, timedelta(seconds=_POLL_S))
             return
-        if time.monotonic() > end:
-            raise RuntimeError(f"group {name_ranks(missing)} did not arrive within {timeout_s:g} s")
+        except RuntimeError:  # a FileStore raises nothing narrower when the time is over
+            missing = [peer for peer in range(size) if not store.check([keys[peer]])]
         raise_if_cancelled()
-        time.sleep(_POLL_S)
+        if missing and time.monotonic() > end:
+            raise RuntimeError(f"group {name_ranks(missing)} did not arrive within {timeout_s:g} s")

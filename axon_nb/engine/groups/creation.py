@@ -19,10 +19,10 @@ import contextlib
 import itertools
 import os
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from concurrent.futures import wait
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from axon_nb.engine.groups.abort import AbortedError, AbortFlag, BackendKind, NativeGroups, backend_of
+from axon_nb.engine.groups.abort import AbortedError, AbortFlag, BackendKind, NativeGroups, backend_of, in_thread
 from axon_nb.engine.groups.recoverable import RecoverableGroup
 from axon_nb.engine.groups.state import GroupsState, current_groups, set_current_groups
 from axon_nb.errors import UsageError
@@ -129,24 +129,19 @@ def _record_beside_queue(device: torch.device) -> Callable[[], bool]:
 
 def _why_unusable(launch: Callable[[], Callable[[], bool]]) -> str:
     answered_at = [began := time.monotonic()]
-    reasons: list[str] = []
 
     def look() -> None:
-        try:
-            done = launch()
-            while not done() and time.monotonic() - began < _BUSY_S:
-                answered_at[0] = time.monotonic()
-                time.sleep(_MAX_POLL_S)
-            reasons.append("")
-        except RuntimeError as error:
-            reasons.append(str(error).partition("\n")[0])
+        done = launch()
+        while not done() and time.monotonic() - began < _BUSY_S:
+            answered_at[0] = time.monotonic()
+            time.sleep(_MAX_POLL_S)
 
-    threading.Thread(target=look, name="axon_nb-device", daemon=True).start()
-    while not reasons:
+    looking = in_thread(look, "axon_nb-device")
+    while not wait([looking], _MAX_POLL_S).done:
         if time.monotonic() - answered_at[0] > _DEVICE_TIMEOUT_S:
             return f"it has not answered for {_DEVICE_TIMEOUT_S:g} s"
-        time.sleep(_MAX_POLL_S)
-    return reasons[0]
+    error = looking.exception()
+    return "" if error is None else str(error).partition("\n")[0]
 
 
 def install_native_groups(

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,8 @@ from axon_nb.comm.shared_memory.work import SharedWork
 from axon_nb.comm.torch_group import PythonProcessGroup, stage_on_host
 from axon_nb.engine.frames import describe_awaited_call, group_operations
 from axon_nb.engine.groups import gloo
-from axon_nb.engine.groups.abort import AbortedError, BrokenGroupError
+from axon_nb.engine.groups.abort import AbortedError, BrokenGroupError, wait_for_peers
 from axon_nb.engine.groups.state import Call, GroupsState, payload_bytes, peer_of
-from axon_nb.engine.groups.store import rendezvous
 from axon_nb.errors import UsageError
 from axon_nb.records.spans import emit, is_suppressed, ring, span_of
 from axon_nb.shell import user_frame
@@ -55,13 +54,6 @@ _SLICED = frozenset({
 })  # fmt: skip
 
 
-class _Group(Protocol):
-    state: GroupsState
-    timeout: timedelta
-
-    def settle(self, call: Call, error: BaseException | None) -> None: ...
-
-
 class RecoverableWork(Work):
     """Wraps the work of the inner group.
 
@@ -84,7 +76,7 @@ class RecoverableWork(Work):
         inner: Any,
         call: Call,
         *,
-        group: _Group,
+        group: RecoverableGroup,
         sliced: bool,
         keep_alive: Any,
         on_finish: Callable[[Call], None],
@@ -339,7 +331,13 @@ class RecoverableGroup(PythonProcessGroup):
         self.sequence = 0
         """Number of collectives that this rank has started in the group since it was last rebuilt."""
         if name != "0" and not state.skips_rendezvous:  # all ranks arrive at the default group when they start
-            rendezvous(root, f"arrived{epoch}/{name}", rank=rank, size=size, timeout=timeout, abort=state.abort)
+            wait_for_peers(
+                PrefixStore(f"arrived{epoch}/{name}/", root),
+                rank,
+                size,
+                raise_if_cancelled=functools.partial(state.abort.raise_if_set, "new_group"),
+                timeout_s=timeout.total_seconds(),
+            )
         self.rebuild(epoch)
 
     def rebuild(self, epoch: int) -> None:

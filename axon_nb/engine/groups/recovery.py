@@ -23,14 +23,11 @@ from axon_nb.engine.groups import creation
 from axon_nb.engine.groups.creation import all_groups, c10d, named_group, rebuildable_groups
 from axon_nb.engine.groups.recoverable import RecoverableGroup
 from axon_nb.engine.groups.state import current_groups
-from axon_nb.engine.live_objects import live_objects
+from axon_nb.engine.live_objects import DDP, FSDP, FSDP1, live_objects
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.recovery import GroupRecord, RebuildReport
 from axon_nb.torch_api import torch_api
 
-_DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
-_FSDP = ("torch.distributed.fsdp", "FSDPModule")
-_FSDP1 = ("torch.distributed.fsdp", "FullyShardedDataParallel")
 _SCHEDULES = ("torch.distributed.pipelining.schedules", "_PipelineSchedule")
 _DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 _GRAPHS = ("torch.cuda.graphs", "CUDAGraph")
@@ -45,7 +42,7 @@ _GLOO = "gloo"
 
 def track_wrappers() -> None:
     """Track wrappers from now on, so that no search is needed later; call it before any is created."""
-    live_objects(_DDP, _FSDP, _FSDP1, _SCHEDULES)
+    live_objects(DDP, FSDP, FSDP1, _SCHEDULES)
 
 
 def track_engines() -> None:
@@ -60,7 +57,7 @@ def reset_wrappers() -> tuple[int, list[str]]:
         Their number, and for each kind that could not be reset a sentence: the groups are usable, but such objects must
         be created again.
     """
-    ddp, fsdp, fsdp1, schedules = live_objects(_DDP, _FSDP, _FSDP1, _SCHEDULES)
+    ddp, fsdp, fsdp1, schedules = live_objects(DDP, FSDP, FSDP1, _SCHEDULES)
     failed = []
     for kind, modules in {
         "DDP models": {"ddp": ddp},
@@ -194,12 +191,6 @@ def _reset_schedule(schedule: Any) -> None:
         stage.bwd_cache.clear()
         stage.backward_state.clear()
         stage.dw_runner.clear()
-
-
-def rebuild_reducers() -> None:
-    """Give every DDP module a fresh reducer: that of a replaced rank has not seen the buckets of the others."""
-    for module in live_objects(_DDP)[0]:
-        rebuild_reducer(module)
 
 
 def rebuild_reducer(module: Any) -> None:
@@ -435,7 +426,8 @@ def recover(epoch: int, *, replaced: bool = False) -> RebuildReport:
     num_groups = _rebuild_groups(epoch)
     wrappers, not_reset = reset_wrappers()
     if replaced:
-        rebuild_reducers()
+        for module in live_objects(DDP)[0]:  # the reducers of a replaced rank have not seen the buckets of the others
+            rebuild_reducer(module)
         clear_cached_groups()
     sync_group_count(native.device if native is not None else "cpu")
     state.rebuilding = False

@@ -25,15 +25,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from axon_nb.comm.shared_memory.segment.pages import dtype_code, dtype_name
 from axon_nb.engine.frames import describe_call
 from axon_nb.engine.groups.state import GroupsState
 from axon_nb.errors import UsageError
 from axon_nb.records.stacks import fsdp_tag
 from axon_nb.records.waits import PUBLIC_NAMES, advice_for
 
-_DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(dict.fromkeys(_DTYPES), start=1)}
-_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in _DTYPE_CODES.items()}
 # What must be equal on all ranks: the number of elements and their dtype, or only the number of bytes. It is taken from
 # the argument that holds one rank's share. For rooted operations the root must be equal, too.
 _OUTPUT, _INPUT = 0, 1
@@ -108,7 +106,7 @@ def encode(name: str, args: tuple[Any, ...]) -> int:
         code |= ((1 + int(getattr(args[-1], "rootRank", -1))) & 0x7FF) << _ROOT_AT
     if typed:
         code |= ((1 + _reduction(args[-1])) << _REDUCE_AT) & REDUCTIONS
-        return code | (_DTYPE_CODES.get(value.dtype, 0) << _DTYPE_AT) | (value.numel() + more & _SIZES)
+        return code | (dtype_code(value.dtype) << _DTYPE_AT) | (value.numel() + more & _SIZES)
     return code | (value.nbytes + more & _SIZES)
 
 
@@ -124,7 +122,7 @@ def describe_entry(entry: int, ranks: Sequence[int]) -> str:
     """Describe an entry, such as ``4 float32`` or ``16 bytes with root rank 0``."""
     size, dtype = entry & _SIZES, (entry >> _DTYPE_AT) & 0x7F
     reduction, root = (entry & REDUCTIONS) >> _REDUCE_AT, (entry & ROOTS) >> _ROOT_AT
-    text = f"{size:,} {_NAMES.get(dtype, 'bytes') if dtype else 'bytes'}"
+    text = f"{size:,} {dtype_name(dtype) or 'bytes'}"
     text += f" with ReduceOp.{_REDUCE_NAMES[reduction - 1]}" if reduction else ""
     return f"{text} with root rank {ranks[root - 1]}" if 0 < root <= len(ranks) else text
 

@@ -24,7 +24,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -228,7 +228,7 @@ class Slowdown:
 
     def __init__(self, raise_if_aborted: Callable[[], None], run_in_thread: Callable[[Callable[[], None]], None]):
         self._raise_if_aborted = raise_if_aborted
-        self._run_in_thread = run_in_thread
+        self.run_in_thread = run_in_thread
         self._slowness = Slowness()
         self._rank = 0
         self._factor = 1.0
@@ -263,7 +263,9 @@ class Slowdown:
         self._debt_s += (self._factor - 1.0) * (now_ns - self._counted_ns) / 1e9
         self._counted_ns = now_ns
         if self._debt_s >= _SHORTEST_S:
-            self._pay(time.sleep)
+            start = time.monotonic()
+            self._sleep_until(start + self._debt_s)
+            self._debt_s -= time.monotonic() - start
             self._counted_ns = time.thread_time_ns()
 
     def skip(self) -> None:
@@ -271,14 +273,9 @@ class Slowdown:
         if self._factor != 1.0 and threading.current_thread() is threading.main_thread():
             self._counted_ns = time.thread_time_ns()
 
-    def _pay(self, wait: Callable[[float], None]) -> None:
-        start = time.monotonic()
-        self._sleep_until(start + self._debt_s, wait)
-        self._debt_s -= time.monotonic() - start
-
-    def _sleep_until(self, end: float, wait: Callable[[float], None] = time.sleep) -> None:
+    def _sleep_until(self, end: float) -> None:
         while (left := end - time.monotonic()) > 0:
-            wait(min(left, _SLICE_S))
+            time.sleep(min(left, _SLICE_S))
             self._raise_if_aborted()
 
     def late(self, work: Any, name: str, args: tuple[Any, ...], group: Any, size: int) -> Any:
@@ -311,10 +308,6 @@ class Slowdown:
         elif name.startswith("reduce_scatter"):
             size *= len(ranks)
         return collective_delay_s(self._slowness, name, ranks, self._rank, size, root=ranks[root])
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Run a function on another thread."""
-        self._run_in_thread(work)
 
     def carry(self, link: object, seconds: float) -> None:
         """Sleep until a link has carried a message, after those before it.
@@ -358,7 +351,7 @@ class LateWork:
             self._done.set()
             self._base.set_result(None)
 
-        slowdown.start(finish)
+        slowdown.run_in_thread(finish)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; a wait that timed out can be repeated.
@@ -403,10 +396,6 @@ class LateWork:
         return int(self._inner.source_rank())
 
 
-class _Work(Protocol):
-    def fail(self) -> None: ...
-
-
 class GroupsState:
     """State that all groups of a rank share."""
 
@@ -432,7 +421,8 @@ class GroupsState:
         """The one it is in: function, global ranks, start in monotonic nanoseconds."""
         self.native: NativeGroups | None = None
         """The NCCL groups; None on a Gloo rank."""
-        self.works_with_future: weakref.WeakSet[_Work] = weakref.WeakSet()
+        self.works_with_future: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Works of recoverable groups."""
         self.run = 0
         """Number of the cell that runs: the same on all its ranks, up to 2 ** 18."""
         self.skips_rendezvous = False
@@ -448,7 +438,7 @@ class GroupsState:
 
     @contextlib.contextmanager
     def without_rendezvous(self) -> Iterator[None]:
-        """Skip `store.rendezvous` within, on a replacement: the other ranks have its groups and only rebuild them."""
+        """Skip `wait_for_peers` within, on a replacement: the other ranks have its groups and only rebuild them."""
         before, self.skips_rendezvous = self.skips_rendezvous, True
         try:
             yield

@@ -3,10 +3,6 @@
 torch's own TCPStore listens on all interfaces and has no authentication. This one is a 0600 Unix socket in a 0700
 folder or, for ranks on other hosts, a TCP connection on which both ends prove that they know the cluster's key.
 
-Also waits for the other ranks of a group that is being created; they may arrive at very different times.
-
-Gloo's own limit for connecting is a few seconds, too short for a slow rank. Here the limit is the group's timeout.
-
 Waits in stores that user code makes, and in `init_rpc`, are in C++, where no interrupt arrives. `install_store_waits`
 replaces them in rank processes.
 """
@@ -40,7 +36,6 @@ _SILENCE_MS = 300
 """The store replies in far less, and to a wait after a slice."""
 _CONNECT_TIMEOUT_S = 10.0
 _TCP = "tcp:"
-_POLL_INTERVAL = timedelta(milliseconds=20)
 _CALLS_PER_EPOCH = 1_000_000
 _WAITS = {
     name: getattr(Store, name)
@@ -227,34 +222,6 @@ class AgentStore(Store):
                 raise DistStoreError(f"the wait for {list(keys)[:4]} was cancelled")
             if time.monotonic() > end:
                 raise DistStoreError(f"timed out after {timeout} in the rendezvous store, waiting for {list(keys)[:4]}")
-
-
-def rendezvous(store: Store, prefix: str, *, rank: int, size: int, timeout: timedelta, abort: AbortFlag) -> None:
-    """Announce this rank under `prefix`, and wait for the others.
-
-    Args:
-        store: The store that all ranks can reach.
-        prefix: Prefix of the keys; a new one for each rendezvous.
-        rank: This process's rank in the group.
-        size: Number of ranks in the group.
-        timeout: How long to wait.
-        abort: Ends the wait.
-
-    Raises:
-        AbortedError: the cell was aborted meanwhile.
-        DistStoreError: a rank did not arrive.
-    """
-    keys = [f"{prefix}/{other}" for other in range(size)]
-    store.set(keys[rank], "1")
-    end = time.monotonic() + timeout.total_seconds()
-    while True:
-        try:
-            store.wait(keys, _POLL_INTERVAL)
-            return
-        except dist.DistStoreError:
-            abort.raise_if_set("new_group")
-            if time.monotonic() > end:
-                raise
 
 
 class _Waits:

@@ -25,6 +25,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from axon_nb.engine.groups.abort import in_thread
 from axon_nb.engine.inspection.telemetry import resident_bytes
 from axon_nb.engine.live_objects import LiveTensors, storages_of
 from axon_nb.engine.session import RankSession, resolve_variable, user_variables
@@ -52,7 +54,17 @@ _INTERRUPT = ctypes.cast(ctypes.pythonapi.PyErr_SetInterruptEx, ctypes.c_void_p)
 
 
 class UncopiedHook:
-    """A module hook that is not copied with its module: the copy gets a hook that does nothing."""
+    """A module hook that is not copied with its module: the copy gets a hook that does nothing.
+
+    Args:
+        call: Called with what the hook gets.
+    """
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return _make_noop, ()
@@ -84,11 +96,15 @@ class CallRecorder:
             return
         self._cells[module] = cell
         self._pending.add(module)
-        hook = _InputHook(self)
-        hook.handle = module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the inputs of a call."""
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not torch.compiler.is_compiling():
+                handle.remove()
+                self._note(module, args, kwargs)
+
+        handle = module.register_forward_pre_hook(UncopiedHook(note), with_kwargs=True)
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._pending.discard(module)
         try:
             self._inputs[module] = _describe(module, args, kwargs)
@@ -101,20 +117,6 @@ class CallRecorder:
         None if no call was recorded, or if it cannot be repeated with positional arguments and without data.
         """
         return self._inputs.get(module)
-
-
-class _InputHook(UncopiedHook):
-    """Records the inputs of one call, then removes itself."""
-
-    def __init__(self, recorder: CallRecorder) -> None:
-        self._recorder = recorder
-        self.handle: Any = None
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self.handle.remove()
-        self._recorder.note(module, args, kwargs)
 
 
 def _describe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
@@ -222,8 +224,7 @@ class BackgroundImports:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._threads: dict[str, threading.Thread] = {}
-        self._results: dict[str, Any] = {}
+        self._imports: dict[str, Future[Any]] = {}
 
     def get(self, name: str) -> Any:
         """Return the module of this name; None until it is imported.
@@ -232,22 +233,15 @@ class BackgroundImports:
             ImportError: the import failed.
         """
         with self._lock:
-            if name not in self._threads:
-                thread = threading.Thread(target=self._import, args=(name,), name=f"axon_nb-import-{name}", daemon=True)
-                self._threads[name] = thread
-                thread.start()
-        result = self._results.get(name)
-        if isinstance(result, Exception):
-            with self._lock:  # the next request tries again
-                del self._threads[name], self._results[name]
-            raise ImportError(f"{name} cannot be imported: {result}") from result
-        return result
-
-    def _import(self, name: str) -> None:
-        try:
-            self._results[name] = importlib.import_module(name)
-        except Exception as error:
-            self._results[name] = error
+            if name not in self._imports:
+                self._imports[name] = in_thread(lambda: importlib.import_module(name), f"axon_nb-import-{name}")
+            done = self._imports[name]
+            if not done.done():
+                return None
+            if (error := done.exception()) is not None:
+                del self._imports[name]  # the next request tries again
+                raise ImportError(f"{name} cannot be imported: {error}") from error
+        return done.result()
 
 
 class MemoryReader:

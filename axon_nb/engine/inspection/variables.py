@@ -27,7 +27,7 @@ from axon_nb.comm.placements import placed
 from axon_nb.engine import sharding
 from axon_nb.engine.inspection.memory import GradientReader
 from axon_nb.engine.session import current, resolve_variable, user_variables
-from axon_nb.engine.values import SCALARS, CannotCompareError, Node, describe, digest_of
+from axon_nb.engine.values import SCALARS, CannotCompareError, Node, describe, digest_of, shape_of
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.inspection import LayoutsReply, VariableFacts, VariablePart, VariableTree
 from axon_nb.records.telemetry import Shard
@@ -222,7 +222,7 @@ def variable_facts() -> list[VariableFacts]:
 
 def _facts(value: Any) -> dict[str, Any]:
     if isinstance(value, torch.Tensor):
-        return _tensor_facts([value], shape=_shape(value))
+        return _tensor_facts([value], shape=shape_of(value))
     if isinstance(value, torch.nn.Module):
         tensors = [*value.parameters(), *value.buffers()]
         count = sum(tensor.numel() for tensor in tensors)
@@ -232,14 +232,14 @@ def _facts(value: Any) -> dict[str, Any]:
         return _tensor_facts(state, shape=f"{len(state)} tensors of state")
     numpy, pandas = sys.modules.get("numpy"), sys.modules.get("pandas")
     if numpy is not None and isinstance(value, numpy.ndarray):
-        return {"shape": _shape(value), "dtype": str(value.dtype), "bytes": value.nbytes}
+        return {"shape": shape_of(value), "dtype": str(value.dtype), "bytes": value.nbytes}
     if pandas is not None and isinstance(value, (pandas.DataFrame, pandas.Series)):
         size = value.memory_usage(deep=True)
-        return {"shape": _shape(value), "bytes": int(getattr(size, "sum", lambda: size)())}
+        return {"shape": shape_of(value), "bytes": int(getattr(size, "sum", lambda: size)())}
     if (device := array_device(value)) is not None:
         array = value if hasattr(value, "dtype") else as_numpy(value)
         size = int(getattr(value, "nbytes", 0))
-        return {"shape": _shape(array), "dtype": str(array.dtype), "device": device, "bytes": size}
+        return {"shape": shape_of(array), "dtype": str(array.dtype), "device": device, "bytes": size}
     if type(value) in _SCALARS:
         return {
             "shape": repr(value[:40] if isinstance(value, (str, bytes)) else value)[:40],
@@ -248,12 +248,6 @@ def _facts(value: Any) -> dict[str, Any]:
     if isinstance(value, (list, tuple, dict, set, frozenset)):
         return {"shape": count_of(len(value), "item"), "bytes": sys.getsizeof(value)}
     return {}
-
-
-def _shape(value: Any) -> str:
-    from axon_nb.engine.values import shape_of
-
-    return shape_of(value)
 
 
 def _tensor_facts(tensors: list[Any], *, shape: str) -> dict[str, Any]:

@@ -58,16 +58,6 @@ def backward_problems() -> list[str]:
     return [] if looks_it_up else ["torch.autograd.backward in Tensor.backward"]
 
 
-class _ForwardHook(memory.UncopiedHook):
-    """Calls a function with the module after its forward."""
-
-    def __init__(self, call: Callable[[torch.nn.Module], None]) -> None:
-        self._call = call
-
-    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self._call(module)
-
-
 class StepSpans:
     """Records the outermost forward, backward and optimizer step of this rank's main thread."""
 
@@ -201,10 +191,10 @@ class StepSpans:
         if torch.compiler.is_compiling() or not self._is_recording() or self._in_backward:
             return
         self._remove_module_hooks()
-        self._exit_hook = module.register_forward_hook(_ForwardHook(self._after_forward), always_call=True)
+        self._exit_hook = module.register_forward_hook(memory.UncopiedHook(self._after_forward), always_call=True)
         self._forward_start = self._moment()
 
-    def _after_forward(self, module: torch.nn.Module) -> None:
+    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._entry_hook is not None or not self._recording:
             return
         inner = module.module if isinstance(module, DistributedDataParallel) else module

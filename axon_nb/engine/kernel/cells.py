@@ -31,6 +31,7 @@ from axon_nb.engine.debugger import Breakpoints, PostMortem
 from axon_nb.engine.groups import recovery
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.shell import Tracebacks, bind_subgroup, describe_exit
+from axon_nb.engine.live_objects import DDP, FSDP
 from axon_nb.engine.output import OutputBudget
 from axon_nb.engine.session import CellFeature, RankSession, current, overwritten_variables, user_variables
 from axon_nb.engine.sharding import loaded_class
@@ -54,8 +55,6 @@ _WORD = re.compile(r"\w+")
 _TEXT = re.compile(r"can't allocate memory|not enough memory")
 """In a RuntimeError of torch's allocator for CPUs."""
 _SHARDED = "axon_nb.compat.sharded_tensors"
-_DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
-_FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
 _MAX_MODULES = 5000
 _NUMPY_SEEDS = 1 << 32
 _SPLIT_MODELS = "axon_nb.compat.transformers"
@@ -349,7 +348,7 @@ class RandomDraws:
 
 def _is_replicated(model: nn.Module) -> bool:
     """Whether ranks train replicas of the model, each on its own data."""
-    kinds = (loaded_class(*_DDP), loaded_class(*_FSDP2))
+    kinds = (loaded_class(*DDP), loaded_class(*FSDP))
     return any(isinstance(module, kinds) for module, _ in zip(model.modules(), range(_MAX_MODULES), strict=False))
 
 

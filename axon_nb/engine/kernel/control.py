@@ -17,7 +17,6 @@ could ask anything until the cell ends: they get one.
 
 from __future__ import annotations
 
-import functools
 import linecache
 import os
 import signal
@@ -25,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ from IPython.core.completer import IPCompleter
 
 from axon_nb.engine.debugger import Breakpoints
 from axon_nb.engine.frames import code_by_thread, gc_paused, is_cell, main_frame
+from axon_nb.engine.groups.abort import in_thread
 from axon_nb.engine.groups.recovery import abort
 from axon_nb.engine.inspection.telemetry import Sampler, Telemetry, TrainingJob, awaited_peers, group_waits, with_cost
 from axon_nb.engine.kernel.cells import CellLog
@@ -46,7 +47,6 @@ from axon_nb.records.hooks import hook, missing_hooks
 from axon_nb.records.protocol import cells as cell_protocol
 from axon_nb.records.protocol import inspection as protocol
 from axon_nb.records.stacks import StackFrame, library_of
-from axon_nb.records.telemetry import RankState
 from axon_nb.records.waits import RankWaits
 from axon_nb.shell import RUN_CODE, user_frame
 
@@ -245,7 +245,7 @@ class CompletionService:
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self._completer: Any = None
-        self._thread: threading.Thread | None = None
+        self._running: Future[Any] | None = None
 
     def handlers(self) -> ControlHandlers:
         """Handlers for the control channel, by request class."""
@@ -300,23 +300,15 @@ class CompletionService:
         Raises:
             UsageError: it is refused.
         """
-        if self._thread is not None and self._thread.is_alive():
+        if self._running is not None and not self._running.done():
             raise UsageError(_TIMED_OUT)
-        results: list[Reply] = []
-        failures: list[str] = []
-
-        def run() -> None:
-            try:
-                results.append(work())
-            except BaseException as error:
-                failures.append(type(error).__name__)
-
-        self._thread = threading.Thread(target=run, name="axon_nb-completion", daemon=True)
-        self._thread.start()
-        self._thread.join(_TIMEOUT_S)
-        if not results:
-            raise UsageError(failures[0] if failures else _TIMED_OUT)
-        return results[0]
+        self._running = running = in_thread(work, "axon_nb-completion")
+        if not wait([running], _TIMEOUT_S).done:
+            raise UsageError(_TIMED_OUT)
+        self._running = None  # an error would keep its frames alive
+        if (error := running.exception()) is not None:
+            raise UsageError(type(error).__name__)
+        return running.result()
 
 
 def control_handlers(
@@ -331,12 +323,6 @@ def control_handlers(
     """Handlers for the control channel, by request class."""
     groups, sampler = session.groups, telemetry.sampler
 
-    def status(request: protocol.StatusRequest) -> RankState:
-        return sampler.sample()
-
-    def watch(request: protocol.WatchRequest) -> None:
-        telemetry.watch(hz=request.hz, seconds=request.seconds)
-
     def abort_cell(request: cell_protocol.AbortRequest) -> cell_protocol.AbortReply:
         # Set the flag first: code that the interrupt wakes must not wait again.
         groups.abort.set()
@@ -348,18 +334,6 @@ def control_handlers(
             signal_started(signal.SIGINT)
         abort(again=request.again)
         return cell_protocol.AbortReply(interrupted, pending, sampler.sample().line if pending else None)
-
-    def report_waits(request: protocol.WaitsRequest) -> protocol.WaitsReply:
-        return _waits(session, sampler)
-
-    def numbers(request: protocol.NumbersRequest) -> protocol.NumbersReply:
-        return session.numbers.report(request)
-
-    def stacks(request: protocol.StacksRequest) -> protocol.StacksReply:
-        return protocol.StacksReply(sampler.sample(), tuple(cell_stack(session, interrupts)))
-
-    def stop(request: cell_protocol.StopRequest) -> None:
-        groups.abort.stop_at(request.at, group=request.group)
 
     def report_cells(request: cell_protocol.CellsRequest) -> cell_protocol.CellsReply:
         cells = log.report(run=request.run, since=request.since, after_ns=request.after_ns)
@@ -375,23 +349,25 @@ def control_handlers(
 
     def report_job(request: protocol.JobRequest) -> protocol.JobReply:
         report = job.report(sampler.sample(), request)
-        return protocol.JobReply(report, report_waits(protocol.WaitsRequest()).waits)
+        return protocol.JobReply(report, _waits(session, sampler).waits)
 
     return {
         cell_protocol.AbortRequest: abort_cell,
         cell_protocol.CellsRequest: report_cells,
         protocol.DebuggerLine: breakpoints.put,
-        protocol.NumbersRequest: numbers,
-        protocol.StacksRequest: stacks,
-        protocol.StatusRequest: status,
-        cell_protocol.StopRequest: stop,
-        protocol.WaitsRequest: report_waits,
-        protocol.WatchRequest: watch,
+        protocol.NumbersRequest: lambda request: session.numbers.report(request),  # noqa: PLW0108 - made on first use
+        protocol.StacksRequest: lambda _: protocol.StacksReply(
+            sampler.sample(), tuple(cell_stack(session, interrupts))
+        ),
+        protocol.StatusRequest: lambda _: sampler.sample(),
+        cell_protocol.StopRequest: lambda request: groups.abort.stop_at(request.at, group=request.group),
+        protocol.WaitsRequest: lambda _: _waits(session, sampler),
+        protocol.WatchRequest: lambda request: telemetry.watch(hz=request.hz, seconds=request.seconds),
         protocol.JobRequest: with_cost(report_job),
         protocol.MeshRequest: lambda _: protocol.MeshReply(own_mesh(session.kernel.shell.user_ns)),
         **dict.fromkeys(
             (protocol.LayoutsRequest, protocol.MemoryRequest, protocol.PlanRequest, protocol.SpansRequest),
-            functools.partial(_view, session),
+            lambda request: session.part(VIEWS).answer(request),
         ),
     }
 
@@ -418,10 +394,6 @@ def _waits(session: RankSession, sampler: Sampler) -> protocol.WaitsReply:
 
         late = overdue(session.groups.native, dump())
     return protocol.WaitsReply(waits, in_progress.collectives, awaited_peers(), late, in_progress.started)
-
-
-def _view(session: RankSession, request: Any) -> Any:
-    return session.part(VIEWS).answer(request)
 
 
 def install_control_thread() -> None:

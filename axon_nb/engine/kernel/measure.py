@@ -63,30 +63,16 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class _TimedRuns:
-    """The iterator of the loop around the cell: ranks start each run together, and each run is timed."""
-
-    def __init__(
-        self, count: int, seconds: list[float], barrier: Callable[[], None], synchronize: Callable[[], None]
-    ) -> None:
-        self._count = count
-        self._seconds = seconds
-        self._barrier = barrier
-        self._synchronize = synchronize
-        self._start: float | None = None
-
-    def __iter__(self) -> _TimedRuns:
-        return self
-
-    def __next__(self) -> int:
-        if self._start is not None:
-            self._synchronize()
-            self._seconds.append(time.perf_counter() - self._start)
-        if len(self._seconds) == self._count:
-            raise StopIteration
-        self._barrier()
-        self._start = time.perf_counter()
-        return len(self._seconds)
+def _timed_runs(
+    count: int, seconds: list[float], barrier: Callable[[], None], synchronize: Callable[[], None]
+) -> Iterator[int]:
+    """Drive the loop around the cell: ranks start each run together, and each run is timed."""
+    for number in range(count):
+        barrier()
+        start = time.perf_counter()
+        yield number
+        synchronize()
+        seconds.append(time.perf_counter() - start)
 
 
 class _LoopTransformer(ast.NodeTransformer):
@@ -119,7 +105,7 @@ def _repeated(session: RankSession, facts: CellFacts, measured: dict[str, Any]) 
             dist.barrier(group=get_subgroup(session, ranks), device_ids=device)
 
     loop = _LoopTransformer()
-    shell.user_ns[_RUNS_NAME] = _TimedRuns(
+    shell.user_ns[_RUNS_NAME] = _timed_runs(
         facts.measurement.repeat, seconds, barrier, lambda: _synchronize(session.device)
     )
     shell.ast_transformers.append(loop)

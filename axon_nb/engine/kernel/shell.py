@@ -92,24 +92,12 @@ def get_subgroup(session: RankSession, ranks: Sequence[int], *, create: bool = T
     """
     if len(ranks) == session.config.world_size:
         return dist.group.WORLD
-    group = _find_subgroup(ranks)
-    return _create_subgroup(session, ranks) if group is None and create else group
-
-
-def _subgroup_prefix(ranks: Sequence[int]) -> str:
-    return f"{NAME}_{'_'.join(map(str, sorted(ranks)))}_"
-
-
-def _find_subgroup(ranks: Sequence[int]) -> Any:
-    prefix = _subgroup_prefix(ranks)
-    return next((group for group, name in list(c10d._world.pg_names.items()) if name.startswith(prefix)), None)
-
-
-def _create_subgroup(session: RankSession, ranks: Sequence[int]) -> Any:
-    prefix = _subgroup_prefix(ranks)
+    prefix = f"{NAME}_{'_'.join(map(str, sorted(ranks)))}_"
+    group = next((group for group, name in list(c10d._world.pg_names.items()) if name.startswith(prefix)), None)
+    if group is not None or not create:
+        return group
     session.num_subgroups[prefix] += 1
-    name = f"{prefix}{session.num_subgroups[prefix]}"
-    with named_group(name):
+    with named_group(f"{prefix}{session.num_subgroups[prefix]}"):
         # Only its members create it, as the other ranks do not run the cell.
         return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=f"{NAME} of a cell")
 
@@ -252,7 +240,7 @@ class Tracebacks:
                 try:
                     lines: list[str] = render(type(shown), shown, trace, tb_offset, context)
                 except Exception:  # what IPython needs for it, such as `open`, was replaced by the cell
-                    lines = [f"{type(shown).__name__}: {shown} (line {find_location(trace)[0]})"]
+                    lines = [f"{type(shown).__name__}: {shown} (line {abort_location(trace).line})"]
             if left_out:
                 lines.append(f"({left_out:,} calls are not shown.)")
             return lines
@@ -315,12 +303,6 @@ def _render_group(group: BaseExceptionGroup[Any], trace: TracebackType | None) -
         trace = trace.tb_next
     with _short_chain(group):
         return [line.rstrip("\n") for line in traceback.format_exception(type(group), group, trace)]
-
-
-def find_location(trace: TracebackType | None) -> tuple[int | None, str]:
-    """The cell's line and the torch.distributed function that it called, from a traceback."""
-    where = abort_location(trace)
-    return where.line, where.call
 
 
 def abort_location(trace: TracebackType | None) -> AbortLocation:
@@ -469,7 +451,7 @@ def describe_exit(reply: dict[str, Any], shell: Any) -> None:
     error = getattr(getattr(shell, "last_execution_result", None), "error_in_exec", None)
     if reply.get("ename") != "SystemExit" or not isinstance(error, SystemExit):
         return
-    line, _ = find_location(error.__traceback__)
+    line = abort_location(error.__traceback__).line
     code = error.code
     reply["evalue"] = "" if code is None else str(code)
     where = f" at line {line}" if line else ""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch.overrides import TorchFunctionMode
 
 from axon_nb.comm.placements import placed
@@ -41,17 +42,13 @@ Key = tuple[Any, ...]
 """Line of the cell, function or module, how often it ran there, and the path of the argument."""
 
 
-class Batch:
-    """The joined parts of the global batch.
+class Batch(Struct):
+    """The joined parts of the global batch."""
 
-    Args:
-        leaves: On rank 0, the whole tensors, by name of the variable and keys within.
-        places: The part of each rank.
-    """
-
-    def __init__(self, leaves: dict[LeafPath, torch.Tensor], places: dict[int, Place]) -> None:
-        self.leaves = leaves
-        self.places = places
+    leaves: dict[LeafPath, torch.Tensor]
+    """On rank 0, the whole tensors, by name of the variable and keys within."""
+    places: dict[int, Place]
+    """The part of each rank."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -146,6 +143,20 @@ def replace_leaves(value: Any, path: LeafPath, change: Callable[[LeafPath, torch
     return value
 
 
+def gather(value: Any) -> list[Any]:
+    """Return the values of all ranks, on all of them; collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def gather_on_first(value: Any) -> list[Any] | None:
+    """Return the values of all ranks on rank 0, and None on the others; collective."""
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values)
+    return values
+
+
 def gather_batch(namespace: Mapping[str, Any], names: Iterable[str]) -> Batch:
     """Find the variables that differ between ranks, and join their parts on rank 0; collective over all ranks.
 
@@ -160,8 +171,7 @@ def gather_batch(namespace: Mapping[str, Any], names: Iterable[str]) -> Batch:
     """
     held = {path: leaf for name in sorted(names) for path, leaf in leaves_of(namespace[name], (name,))}
     sums = {path: (tuple(leaf.shape), str(leaf.dtype), checksum(leaf)) for path, leaf in held.items()}
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, sums)
+    answers = gather(sums)
     everywhere = [path for path in sums if all(path in answer for answer in answers)]
     split = [path for path in everywhere if len({answer[path][2] for answer in answers}) > 1]
     for path in split:
@@ -182,9 +192,8 @@ def gather_batch(namespace: Mapping[str, Any], names: Iterable[str]) -> Batch:
                 "different lengths: give what is not part of the batch the same values on all ranks."
             )
     places = places_of(contents, sizes)
-    gathered: list[Any] | None = [None] * len(answers) if dist.get_rank() == 0 else None
     mine = {path: held[path].detach().cpu() for path in split} if dist.get_rank() in owners else {}
-    dist.gather_object(mine, gathered)
+    gathered = gather_on_first(mine)
     if gathered is None:
         return Batch(dict.fromkeys(split, torch.empty(0, device="cpu")), places)
     joined = {path: torch.cat([gathered[owner][path] for owner in owners]).to(held[path].device) for path in split}
@@ -405,8 +414,7 @@ def gather_cuts(parts: Parts, calls: Mapping[str, int], batch: Batch) -> Joined:
     Raises:
         UsageError: what the models get cannot be joined; on all ranks.
     """
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (parts.of, dict(calls)))
+    answers = gather((parts.of, dict(calls)))
     held: list[dict[Key, Part]] = [of for of, _ in answers]
     most: Counter[str] = Counter()
     for _, of_rank in answers:
@@ -419,12 +427,11 @@ def gather_cuts(parts: Parts, calls: Mapping[str, int], batch: Batch) -> Joined:
     owners = [rank for rank, place in places.items() if place.index == 0]
     if len(owners) == 1:
         return Joined({}, {}, {key: held[0][key].content for key in common if _is_module(key)}, most)
-    shared: list[Any] | None = [None] * len(answers) if dist.get_rank() == 0 else None
     microbatches = _microbatches(list(split), held, places) if batch.leaves else []
     totals = {places[0].total, *(sum(held[owner][key].shape[0] for owner in owners) for key in microbatches)}
     chosen = [key for key in common if _fits([of[key] for of in held], split.get(key), places, owners, totals)]
     mine = {parts.of[key].content for key in chosen} if dist.get_rank() in owners else ()
-    dist.gather_object({content: parts.contents[content] for content in mine}, shared)
+    shared = gather_on_first({content: parts.contents[content] for content in mine})
     joined = Joined({}, {}, {}, most)
     known: dict[tuple[str, ...], torch.Tensor] = {}
     if shared is None:

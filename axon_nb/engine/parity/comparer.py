@@ -277,9 +277,7 @@ class Comparer:
             self._check()
         except UsageError as error:
             problem = str(error)
-        problems: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        if first := next(filter(None, problems), ""):
+        if first := next(filter(None, batches.gather(problem)), ""):
             return str(first)
         try:
             self._batch = batches.gather_batch(self._namespace, self._names - set(self._models) - {self._plain})
@@ -376,10 +374,9 @@ class Comparer:
             self._joined = batches.gather_cuts(self._parts, self._cuts.calls, self._batch)
         except UsageError as error:
             self.problem = self.problem or str(error)
-        gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         # Stages of a pipeline may be trained in their own ways.
         used = {} if self._plain else {name: self._namespace.get(name) for name in sorted(self._names)}
-        dist.gather_object((self._observations, self._written, recording.settings_of(used)), gathered)
+        gathered = batches.gather_on_first((self._observations, self._written, recording.settings_of(used)))
         self._settings = recording.difference([settings for _, _, settings in gathered or ()])
         for rank, (observations, written, _) in enumerate(gathered or ()):
             self._seen[rank] = observations

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from msgspec import Struct, field
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from axon_nb.comm.placements import placed
 from axon_nb.engine.elastic import sharded_states
-from axon_nb.engine.parity.batch import Cuts
+from axon_nb.engine.parity.batch import Cuts, gather_on_first
 from axon_nb.engine.sharding import is_sharded, is_stage
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import name_ranks
@@ -136,21 +135,22 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _inner(model: nn.Module) -> nn.Module:
+def inner_model(model: nn.Module) -> nn.Module:
+    """Return the model within such wrappers."""
     while is_wrapped_once(model):
         model = model.get_submodule("module")
     return model
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in _inner(model).named_modules():
+    for name, module in inner_model(model).named_modules():
         inside = [part for part in clean_name(name).split(".") if part]
         yield ".".join(inside), module
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters under the names that they have without wrappers."""
-    for name, parameter in _inner(model).named_parameters():
+    for name, parameter in inner_model(model).named_parameters():
         yield clean_name(name), parameter
 
 
@@ -366,9 +366,7 @@ def gather_pieces(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer])
                     key: local_part(value)[0].detach().cpu().clone() if isinstance(value, torch.Tensor) else value
                     for key, value in state.items()
                 }
-    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(pieces, gathered)
-    return gathered or []
+    return gather_on_first(pieces) or []
 
 
 def gather_zero_states(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[tuple[int, str], Any]]:
@@ -382,8 +380,7 @@ def gather_zero_states(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict
         }
         for one in optimizers
     ]
-    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, gathered)
+    gathered = gather_on_first(mine)
     return [dict(item for held in of_ranks for item in held.items()) for of_ranks in zip(*gathered or (), strict=True)]
 
 

@@ -80,12 +80,12 @@ def at_end_of_iteration(frame: FrameType | None, action: Callable[[], None]) -> 
     return True
 
 
-class _Loop:
-    """A loop of some code: the range of its instructions, and the line of its header."""
+class _Loop(Struct, frozen=True):
+    """A loop of some code."""
 
-    def __init__(self, instructions: range, line: int) -> None:
-        self.instructions = instructions
-        self.line = line
+    instructions: range
+    line: int
+    """Of its header."""
 
 
 def _innermost_loop(frame: FrameType | None) -> tuple[FrameType, _Loop] | None:

@@ -288,18 +288,17 @@ def _make_dtensor(local: torch.Tensor, split: _Split, whole: _Whole, kind: tuple
     return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
-class Shards(Struct, frozen=True):
-    """What this rank holds of the parameters that FSDP2 manages."""
+def own_shards(models: Mapping[str, Any]) -> tuple[dict[int, Any], _Pieces]:
+    """Return what this rank holds of the parameters that FSDP2 manages.
 
-    split: dict[int, Any]
-    """By the parameter's `id`, mesh and placements of the DTensor that it was before; None: a plain tensor."""
-    pieces: _Pieces
-    """Shard and gradient, by variable and parameter."""
+    Args:
+        models: By variable.
 
-
-def own_shards(models: Mapping[str, Any]) -> Shards:
-    """Return the shards of this rank, of models by variable."""
-    split, pieces = {}, _Pieces()
+    Returns:
+        By the parameter's `id`, mesh and placements of the DTensor that it was before, None for a plain tensor; and
+        shard and gradient, by variable and parameter.
+    """
+    split, pieces = dict[int, Any](), _Pieces()
     for variable, model in models.items():
         for name, group, record in sharded_states.fsdp_parameters(model):
             parameter = record.sharded_param
@@ -307,7 +306,7 @@ def own_shards(models: Mapping[str, Any]) -> Shards:
             split[id(parameter)] = _split_before(parameter, group) if record.is_dtensor else None
             local = gradient.to_local().detach() if gradient is not None else None
             pieces[variable, name] = parameter.to_local().detach(), local
-    return Shards(split, pieces)
+    return split, pieces
 
 
 def _split_before(parameter: Any, group: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -341,12 +340,12 @@ def pack(
         left_out: By name, why variables cannot be copied; gets those that are new.
     """
     models = fsdp_models()
-    shards = own_shards(models)
-    make = functools.partial(_Pickler, shards.split)
+    split, pieces = own_shards(models)
+    make = functools.partial(_Pickler, split)
     content: dict[str, Any] = {
-        "gradients": [pair for pair in snapshot.state.gradients() if id(pair[0]) not in shards.split],
+        "gradients": [pair for pair in snapshot.state.gradients() if id(pair[0]) not in split],
         "fsdp_calls": fsdp_calls(models),
-        "shards": shards.pieces,
+        "shards": pieces,
         "resize_functions": session.resize_functions,
         "steps": session.steps.save(snapshot.state.optimizers),
         "random": snapshot.random,

@@ -129,18 +129,13 @@ CHECKS = (
 def is_timeout(reason: str) -> bool:
     """Whether a check timed out: the machine was busy, or a wait never ended."""
     # The timeouts of Gloo and of the store (20 s) expire before the runner's (30 s), with messages of their own.
-    return any(phrase in reason.lower() for phrase in ("timeout", "timed out"))
+    return any(phrase in reason.lower() for phrase in ("timeout", "timed out", "did not arrive"))
 
 
-def passed(check: Check) -> Capability:
-    """Return the verdict on a check that passed."""
-    return Capability(check.name, check.label, works=True, lost=check.lost)
-
-
-def failed(check: Check, reason: str) -> Capability:
-    """Return the verdict on a check that failed for `reason`."""
-    fix = install_command(check.package)
-    return Capability(check.name, check.label, works=False, lost=check.lost, reason=reason, fix=fix)
+def outcome(check: Check, reason: str = "") -> Capability:
+    """Return the verdict on a check that failed for `reason`; empty: it passed."""
+    fix = install_command(check.package) if reason else ""
+    return Capability(check.name, check.label, works=not reason, lost=check.lost, reason=reason, fix=fix)
 
 
 def walk_hooks(*, with_optional: bool = False) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import torch
 from msgspec import Struct
 from torch import nn
 
-from axon_nb.engine.self_test.catalog import CHECKS, Check, failed, passed
+from axon_nb.engine.self_test.catalog import CHECKS, Check, outcome
 from axon_nb.host.children import set_parent_death_signal
 from axon_nb.records.hooks import Capability, missing_hooks
 from axon_nb.records.ranks import name_ranks
@@ -233,7 +233,8 @@ def run(only: Collection[str] = ()) -> list[Capability]:
             importlib.import_module(name)
     _remove_stale_folders()
     with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as folder:
-        return [_verdict(check, Path(folder) / check.name) for check in CHECKS if not only or check.name in only]
+        chosen = [check for check in CHECKS if not only or check.name in only]
+        return [outcome(check, _run(check, Path(folder) / check.name)) for check in chosen]
 
 
 def _remove_stale_folders() -> None:
@@ -247,14 +248,9 @@ def _remove_stale_folders() -> None:
                 shutil.rmtree(folder)
 
 
-def _verdict(check: Check, folder: Path) -> Capability:
-    folder.mkdir()
-    reason = _run(check, folder)
-    return failed(check, reason) if reason else passed(check)
-
-
 def _run(check: Check, folder: Path) -> str:
-    """Run a check; return why it failed, or an empty string."""
+    """Run a check in a new folder; return why it failed, or an empty string."""
+    folder.mkdir()
     with _ranks() as pids:
         for rank in range(check.num_ranks):
             pids[_fork(check, CheckProcess(folder, rank, check.num_ranks))] = rank

@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from axon_nb._version import __version__
-from axon_nb.engine.self_test.catalog import CHECKS, failed, is_timeout
+from axon_nb.engine.self_test.catalog import CHECKS, is_timeout, outcome
 from axon_nb.records.environment import USER_CACHE
 from axon_nb.records.hooks import REGISTER, Capability, Verdict, are_tested
 
@@ -202,5 +202,5 @@ def _run_in_interpreter() -> Verdict:
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=Verdict)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         reason = f"the self-test did not run: {type(error).__name__}: {str(error)[:200]}"
-        capabilities: tuple[Capability, ...] = tuple(failed(check, reason) for check in CHECKS)
+        capabilities: tuple[Capability, ...] = tuple(outcome(check, reason) for check in CHECKS)
         return Verdict(str(torch.__version__), platform.python_version(), 0.0, capabilities)

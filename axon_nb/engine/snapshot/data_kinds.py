@@ -74,6 +74,11 @@ def all_same(now: Any, saved: Any) -> bool:
     return len(now) == len(saved) and all(map(operator.is_, now, saved))
 
 
+def objects(save: Callable[[Any], Any], restore: Callable[[Any, Any], None]) -> Kind:
+    """Return the kind of a state that is a sequence of the objects within."""
+    return Kind(save, restore, within, lambda value, saved: all_same(save(value), saved))
+
+
 def same_dict(now: dict[Any, Any], saved: dict[Any, Any]) -> bool:
     """Whether two dicts have the same objects in the same order; a subclass's own methods do not count."""
     if not now and not saved:  # most dicts of modules
@@ -200,9 +205,7 @@ ITEMS: dict[type, Kind] = {
     io.BytesIO: leaf(_save_stream, _set_stream),
     io.StringIO: leaf(_save_stream, _set_stream),
     random.Random: leaf(random.Random.getstate, random.Random.setstate),
-    functools.partial: Kind(
-        _save_partial, _set_partial, within, lambda value, saved: all_same(_save_partial(value), saved)
-    ),
+    functools.partial: objects(_save_partial, _set_partial),
 }
 """By type; a subclass comes before its base."""
 
@@ -382,12 +385,8 @@ def _set_ndarray(value: Any, saved: ArrayState) -> None:
         numpy.ndarray.setflags(value, write=is_writable)
 
 
-def _items_of(array: Any) -> list[Any]:
-    return array.ravel().tolist()  # type: ignore[no-any-return]
-
-
 def _ndarray_children(value: Any, saved: ArrayState) -> list[Any]:
-    items = _items_of(saved.objects) if saved.objects is not None and saved.objects.dtype.hasobject else []
+    items = saved.objects.ravel().tolist() if saved.objects is not None and saved.objects.dtype.hasobject else []
     return items if saved.memory is not None else [saved.base, *items]
 
 

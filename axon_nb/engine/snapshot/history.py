@@ -420,14 +420,8 @@ def _values(cell: CellSnapshot) -> Iterable[object]:
 
 def list_undoable() -> Undoable:
     """List the cells that this rank can undo, and those that it cannot undo with the reason."""
-    history = _history()
-    return Undoable(history.since, tuple(_record(history, cell) for cell in history.cells))
-
-
-def _history() -> History:
     history = current().snapshots
-    assert isinstance(history, History)
-    return history
+    return Undoable(history.since, tuple(_record(history, cell) for cell in history.cells))
 
 
 def _record(history: History, cell: CellSnapshot) -> UndoableCell:
@@ -444,7 +438,7 @@ def _record(history: History, cell: CellSnapshot) -> UndoableCell:
 def undo(run: str) -> list[str]:
     """Restore the state before the cell with this run; return a line for each object that refused its state."""
     current().protection.forget()  # a death before the next cell must not bring back what is undone
-    return _history().undo(run)
+    return current().snapshots.undo(run)
 
 
 def hold(key: str, limit: int) -> UndoableCell:
@@ -455,7 +449,7 @@ def hold(key: str, limit: int) -> UndoableCell:
         limit: Bytes that it may always take; more, if it is at most half of the memory that is free.
     """
     try:
-        obstacles = _history().hold(key, max(limit, default_limit()))
+        obstacles = current().snapshots.hold(key, max(limit, default_limit()))
     except TooLargeError as error:
         return UndoableCell(key, 0, (), 0.0, missing=str(error))
     return UndoableCell(key, 0, (), 0.0, obstacles=obstacles)
@@ -463,7 +457,7 @@ def hold(key: str, limit: int) -> UndoableCell:
 
 def restore_held(key: str) -> list[str]:
     """Restore a held snapshot, and forget it; return a line for each object that refused its state."""
-    history = _history()
+    history = current().snapshots
     refused = history.restore_held(key)
     history.release(key)
     return refused

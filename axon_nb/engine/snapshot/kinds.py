@@ -35,12 +35,12 @@ from axon_nb.engine.snapshot.data_kinds import (
     keep,
     leaf,
     nothing,
+    objects,
     same_dict,
     set_dict,
     storage_kind,
     tensor_kind,
     values,
-    within,
 )
 
 _MISSING = object()
@@ -255,15 +255,11 @@ def kinds_and_obstacle(kind: type) -> tuple[tuple[Kind, ...], str]:
         return (), ""
     if issubclass(kind, BaseException):
         states.append(_EXCEPTION)
-    if _has_attributes(kind) and not any(issubclass(kind, _loaded(*one)) for one in _ATTRIBUTES_APART):
+    if getattr(kind, "__dictoffset__", 0) and not any(issubclass(kind, _loaded(*one)) for one in _ATTRIBUTES_APART):
         states.append(_ATTRIBUTES)
     if slots := _slots(kind):
         states.append(_slots_kind(slots))
     return tuple(states), _hidden_obstacle(kind, restored)
-
-
-def _has_attributes(kind: type) -> bool:
-    return bool(getattr(kind, "__dictoffset__", 0))
 
 
 def _slots(kind: type) -> tuple[Any, ...]:
@@ -287,7 +283,7 @@ def _members_kind(names: Callable[[type], Sequence[str]]) -> Kind:
             if now is not before:
                 setattr(value, name, before)
 
-    return Kind(save, restore, within, lambda value, saved: all_same(save(value), saved))
+    return objects(save, restore)
 
 
 @functools.cache
@@ -348,7 +344,7 @@ def _slots_kind(members: tuple[Any, ...]) -> Kind:
             else:
                 member.__set__(value, before)
 
-    return Kind(save, restore, within, lambda value, saved: all_same(save(value), saved))
+    return objects(save, restore)
 
 
 def _save_cell(value: Any) -> list[Any]:
@@ -508,17 +504,12 @@ _POSITION = Kind(_save_position, _set_position, lambda _, saved: saved[0], _same
 _WITHOUT_ATTRIBUTES: dict[Any, Kind] = {
     types.FunctionType: Kind(_save_function, _set_function, _function_children, _same_function),
     types.MethodType: _refers(lambda value, _: (value.__self__, value.__func__)),
-    types.CellType: Kind(_save_cell, _set_cell, within, lambda value, saved: all_same(_save_cell(value), saved)),
+    types.CellType: objects(_save_cell, _set_cell),
     types.MappingProxyType: _refers(_mapping_children),
     _BOUND: _refers(_bound_to),
     (staticmethod, classmethod): _refers(lambda value, _: (value.__func__,)),
     property: _refers(lambda value, _: (value.fget, value.fset, value.fdel)),
-    memoryview: Kind(
-        lambda value: [value.obj],
-        _check_view,
-        within,
-        lambda value, saved: value.obj is saved[0],
-    ),
+    memoryview: objects(lambda value: [value.obj], _check_view),
     _ITERATORS: _POSITION,
 }
 
@@ -539,7 +530,7 @@ _LOADED: dict[tuple[str, str], Kind | list[Kind]] = {
     ("numpy.random", "RandomState"): _NUMBERS,
     ("numpy.random", "BitGenerator"): [
         leaf(lambda value: value.state, lambda value, saved: setattr(value, "state", saved)),
-        Kind(lambda value: [value.seed_seq], _set_seed_of, within, lambda value, saved: value.seed_seq is saved[0]),
+        objects(lambda value: [value.seed_seq], _set_seed_of),
     ],
     ("numpy.random", "SeedSequence"): leaf(_save_seed, _set_seed),
     ("numpy.random", "Generator"): _refers(lambda value, _: (value.bit_generator,)),
@@ -550,9 +541,7 @@ _LOADED: dict[tuple[str, str], Kind | list[Kind]] = {
     ("pandas._libs.internals", "Block"): _C_ATTRIBUTES,
     ("pandas._libs.internals", "BlockValuesRefs"): _C_ATTRIBUTES,
     ("pandas._libs.internals", "BlockPlacement"): _refers(lambda *_: ()),
-    ("pandas._libs.arrays", "NDArrayBacked"): Kind(
-        _save_blocks, _set_blocks, within, lambda value, saved: all_same(_save_blocks(value), saved)
-    ),
+    ("pandas._libs.arrays", "NDArrayBacked"): objects(_save_blocks, _set_blocks),
     ("logging", "Logger"): _logger_kind("level", "disabled", "propagate", "handlers", "filters"),
     ("logging", "Handler"): _logger_kind("level", "formatter", "filters"),
     **dict.fromkeys(_SIMPLE_MACHINERY, _refers(lambda *_: ())),
@@ -566,6 +555,6 @@ _LOADED: dict[tuple[str, str], Kind | list[Kind]] = {
     ("_ctypes", "_SimpleCData"): leaf(_save_simple, _set_simple),
     ("weakref", "WeakValueDictionary"): _WEAK_DICT,
     ("weakref", "WeakKeyDictionary"): _WEAK_DICT,
-    ("weakref", "WeakSet"): Kind(list, _weak_set, within, lambda value, saved: all_same(list(value), saved)),
+    ("weakref", "WeakSet"): objects(list, _weak_set),
 }
 """By module and name, so that NumPy and the rest are not imported."""

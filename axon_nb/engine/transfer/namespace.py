@@ -460,10 +460,8 @@ def receive(source: int, size: int, digest: str, groups: Mapping[str, str]) -> N
         raise RuntimeError(f"the data received from rank {source} does not match its digest")
     view = memoryview(data)
     receive_content(structure_of(view), lambda offset, size: bytearray(view[offset : offset + size]))
-    own_groups = {group.group_name: group for group in creation.rebuildable_groups()}
-    absent = dist.GroupMember.NON_GROUP_MEMBER
     # Last: on a source that is not a member of such a group, the variable is only a number.
-    current().kernel.shell.user_ns.update({name: own_groups.get(group, absent) for name, group in groups.items()})
+    current().kernel.shell.user_ns.update({name: _find_group(group) for name, group in groups.items()})
 
 
 def receive_content(data: bytearray, read: Callable[[int, int], bytearray]) -> dict[str, Any]:

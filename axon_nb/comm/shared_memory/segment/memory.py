@@ -228,26 +228,33 @@ class Head(Struct, frozen=True):
     """Number of the dtype of its elements."""
 
 
-class OutRing:
-    """The sender's side.
+class _Ring:
+    """The messages of one rank to another.
 
     Args:
         memory: The group's memory.
-        source: This rank.
+        source: The rank that sends.
         target: The rank that receives.
     """
 
     def __init__(self, memory: SharedMemory, source: int, target: int) -> None:
         layout = memory.layout
         self._words = memory.words
-        self._sent = layout.sent(source, target) // WORD
-        self._taken = layout.taken(source, target) // WORD
-        self._sent_address = memory.address + layout.sent(source, target)
-        self.bell = memory.address + layout.taken(source, target)
-        """Address of the word that changes when space becomes available."""
+        sent, taken = layout.sent(source, target), layout.taken(source, target)
+        self._sent, self._taken = sent // WORD, taken // WORD
+        self._sent_address, self._taken_address = memory.address + sent, memory.address + taken
         self._heads = layout.heads(source, target) // WORD
         self._pieces = [memory.address + layout.piece(source, target, number) for number in range(RING)]
         self.piece_bytes = layout.piece_bytes
+
+
+class OutRing(_Ring):
+    """The sender's side."""
+
+    @property
+    def bell(self) -> int:
+        """Address of the word that changes when space becomes available."""
+        return self._taken_address
 
     def room(self) -> bool:
         """Whether there is space for a piece."""
@@ -286,20 +293,13 @@ class OutRing:
         return count
 
 
-class InRing:
-    """The receiver's side; like `OutRing`."""
+class InRing(_Ring):
+    """The receiver's side."""
 
-    def __init__(self, memory: SharedMemory, source: int, target: int) -> None:
-        layout = memory.layout
-        self._words = memory.words
-        self._sent = layout.sent(source, target) // WORD
-        self._taken = layout.taken(source, target) // WORD
-        self.bell = memory.address + layout.sent(source, target)
+    @property
+    def bell(self) -> int:
         """Address of the word that changes when another piece arrives."""
-        self._taken_address = memory.address + layout.taken(source, target)
-        self._heads = layout.heads(source, target) // WORD
-        self._pieces = [memory.address + layout.piece(source, target, number) for number in range(RING)]
-        self.piece_bytes = layout.piece_bytes
+        return self._sent_address
 
     def sent(self) -> int:
         """Number of pieces added."""
