@@ -311,7 +311,7 @@ class Agent:
 def join_cluster(
     address: str, *, name: str = "", read_key: bool = False, tunnel: Sequence[int] = (), entry: str = ENGINE_ENTRY
 ) -> int:
-    """Join a cluster and run ranks here until it stops; return the exit status.
+    """Join a cluster and run ranks here until it stops; return the exit status, 0 also if the cluster is gone.
 
     Args:
         address: Where the notebook's agent listens, ``ip:port``.
@@ -322,7 +322,7 @@ def join_cluster(
         entry: What forked ranks run, as ``module:function``.
 
     Raises:
-        StartError: this host cannot join; the message says why.
+        StartError: this host cannot join, or not again after a cut; the message says why.
     """
     ip, _, port = address.rpartition(":")
     if not ip or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
@@ -351,4 +351,6 @@ def join_cluster(
         run_dir.remove()
         raise
     Agent(run_dir, AgentOptions(controller=[], entry=entry, member=member)).run()
+    if member.refusal is not None:
+        raise member.refusal
     return 0

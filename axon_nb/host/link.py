@@ -246,6 +246,10 @@ class UnreachableError(StartError):
     """The notebook's host cannot be reached now."""
 
 
+class RefusedError(StartError):
+    """The notebook's agent does not admit this host."""
+
+
 class MemberConnection(connections.SignedConnection):
     """The connection to the notebook's agent, which sends commands like a notebook."""
 
@@ -274,6 +278,8 @@ class Member:
         self._joined: Link | None = None
         self._connection: MemberConnection | None = None
         self.membership = Membership(looked_at=time.monotonic())
+        self.refusal: RefusedError | None = None
+        """Why it could not join again."""
 
     def join(self, *, timeout_s: float = _CONNECT_TIMEOUT_S) -> None:
         """Connect within `timeout_s` seconds, authenticate, and write the controller's connection file.
@@ -317,7 +323,7 @@ class Member:
             ) from None
         if reason := messages.rejection(messages.Hello, reply):
             sock.close()
-            raise StartError(reason)
+            raise RefusedError(reason)
         welcome = decode(messages.Welcome, reply)
         self.name = welcome.name
         self._write_engine_file(welcome.engine_file)
@@ -371,6 +377,7 @@ class Member:
                 try:
                     self.join(timeout_s=_RECONNECT_TIMEOUT_S)
                 except StartError as error:
+                    self.refusal = error if isinstance(error, RefusedError) else None
                     self._feed(membership.Missed(is_final=not isinstance(error, UnreachableError)))
 
     def step(self, now: float, *, serving: bool) -> tuple[float | None, Link | None]:

@@ -232,8 +232,11 @@ def transition(roster: Roster, event: Event) -> Result:
         case Stop(at):
             if roster.stopped_at is not None:
                 return roster, ()
-            command = messages.command_message(_UNANSWERED, messages.Stop())
-            return replace(roster, stopped_at=at), tuple(Tell(link, command) for link in roster.hosts)
+            return replace(roster, stopped_at=at), tuple(map(_stop, roster.hosts))
+
+
+def _stop(link: int) -> Tell:
+    return Tell(link, messages.command_message(_UNANSWERED, messages.Stop()))
 
 
 def _update(roster: Roster, link: int, **changes: object) -> Roster:
@@ -260,8 +263,10 @@ def _introduce(roster: Roster, link: int, fields: Mapping[str, Any]) -> Result:
         return roster, (*effects, Tell(link, messages.refusal(reason)))
     names = itertools.chain([facts.name], (f"{facts.name}-{number}" for number in itertools.count(2)))
     name = next(one for one in names if one != roster.own_name and one not in taken)
-    host = Host(replace(facts, name=name))
-    return replace(roster, hosts={**roster.hosts, link: host}), (*effects, Admit(link, name))
+    effects = (*effects, Admit(link, name))
+    if roster.stopped_at is not None:
+        effects = (*effects, _stop(link))
+    return replace(roster, hosts={**roster.hosts, link: Host(replace(facts, name=name))}), effects
 
 
 def _lose(roster: Roster, link: int, reason: str) -> Result:

@@ -72,6 +72,17 @@ def test_files_are_short_or_listed(root: Path) -> None:
     assert not short, f"short again: remove them from LONG_FILES: {short}"
 
 
+def test_program_begins_after_all_that_its_file_defines(root: Path) -> None:
+    early = [
+        path.relative_to(root).as_posix()
+        for path in source_files()
+        if "__main__" in path.read_text("utf-8")
+        for statement in syntax(path).body[:-1]
+        if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+    ]
+    assert not early, "as a program, these files run before their end is defined: move `if __name__` there"
+
+
 def rooms(root: Path) -> dict[str, int]:
     """Number of Python files by folder of the package and of the tests."""
     folders = [folder for top in ("axon_nb", "magics", "tests") for folder in (root / top, *(root / top).rglob("*"))]

@@ -112,7 +112,8 @@ class SchedulerOption(Struct, frozen=True):
             StartError: it cannot be reached, or not do that; the message says why.
         """
         program, gpus, size = SchedulerProgram(self), 0 if cpu else self.gpus_per_rank, layout.num_ranks
-        found = program.ask("look", where=self.where, num_ranks=size, gpus_per_rank=gpus, placement=self.placement)
+        wanted = {"num_ranks": size, "gpus_per_rank": gpus, "placement": self.placement}
+        found = program.ask("look", where=self.where, ip=ip, **wanted)
         own_ip, bundles = found.pop("ip"), tuple(found.pop("bundles"))
         kind, usual, visible = ("cuda:0", "nccl", None) if found["gpus_per_rank"] else ("cpu", "gloo", "")
         chosen = usual if backend == "auto" else backend

@@ -92,6 +92,7 @@ class Client:
 
     def __init__(self) -> None:
         from kubernetes import client, config
+        from urllib3.exceptions import HTTPError
 
         try:
             config.load_config()
@@ -102,6 +103,7 @@ class Client:
                 "with which `kubectl get pods` works."
             ) from None
         self.error: Any = client.ApiException
+        self.unreached = HTTPError
         self.core, self.batch, self.version = client.CoreV1Api(), client.BatchV1Api(), client.VersionApi()
         self.authorization = client.AuthorizationV1Api()
         own = _ACCOUNT.read_text().strip() if _ACCOUNT.exists() else contexts[0].get("namespace", "default")
@@ -117,11 +119,7 @@ class Client:
             with contextlib.suppress(Exception):
                 message = json.loads(error.body)["message"]
             raise Refused(f"Kubernetes refuses to {what}: {message.rstrip('.')}.{_fix(message)}") from None
-        except OSError as error:
-            raise Refused(f"The API server of Kubernetes cannot be reached: {error}.") from None
-        except Exception as error:
-            if type(error).__module__.partition(".")[0] != "urllib3":
-                raise
+        except (OSError, self.unreached) as error:
             reason = getattr(error, "reason", error)
             raise Refused(f"The API server of Kubernetes cannot be reached: {reason}.") from None
 
@@ -141,12 +139,6 @@ class Client:
             with contextlib.suppress(OSError, TypeError), socket.create_server((pod.status.pod_ip, 0)):
                 return pod  # this host has its address
         return None
-
-
-@contextlib.contextmanager
-def connect(request: Mapping[str, Any]) -> Iterator[Client]:
-    """Connect to the cluster that the user's configuration names, or that of the notebook's pod."""
-    yield Client()
 
 
 def read_template(own: Any) -> dict[str, Any]:
@@ -228,11 +220,8 @@ def look(client: Client, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]
 
     The API server checks the Job of the first host without making it.
     """
-    gpus, number, (namespace, _, count) = (
-        request["gpus_per_rank"],
-        request["num_ranks"],
-        request["where"].partition("="),
-    )
+    gpus, number = request["gpus_per_rank"], request["num_ranks"]
+    namespace, _, count = request["where"].partition("=")
     namespace, size = namespace or client.namespace, int(count or 1)
     bundles = [min(size, number - first) for first in range(0, number, size)]
     with client.explaining("read pods"):
@@ -337,7 +326,7 @@ def _follow(client: Client, request: Mapping[str, Any], old: Collection[str]) ->
                 running[host] = f"{host} is the pod {pods[host].metadata.name} on {pods[host].spec.node_name}."
                 if request["ports"] and host not in tunnels:
                     tunnels.add(host)
-                    _start_tunnel(client, request, host)
+                    _start_tunnel(request, host)
         if not answered:
             yield from ({"note": f"Waiting: {reason}"} for reason in reasons if reason not in said)
             said |= {*reasons}
@@ -384,7 +373,7 @@ def _fix(message: str) -> str:
     return next((fix for words, fix in _FIXES.items() if words in message), "")
 
 
-def _start_tunnel(client: Client, request: Mapping[str, Any], host: str) -> None:
+def _start_tunnel(request: Mapping[str, Any], host: str) -> None:
     """Keep the tunnel's notebook end in a process that ends with the cluster's folder, unless there is one."""
     folder = RunDir(Path(request["folder"]))
     mark = os.open(folder.path / f"tunnel-{host}", os.O_CREAT | os.O_WRONLY, 0o600)
@@ -403,20 +392,12 @@ def _start_tunnel(client: Client, request: Mapping[str, Any], host: str) -> None
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("pipe:"):  # the notebook's
                 os.dup2(nothing, int(name))
-    pod, lock = "", threading.Lock()
+    client = Client()  # connections of its own
 
     def connect_to_pod() -> Any:
-        nonlocal pod
-        with lock:
-            if not pod:
-                there = [one for one in _pods(client, request) if one.metadata.labels[f"{LABEL}/host"] == host]
-                pod = next(one.metadata.name for one in there if one.status.phase == "Running")
-            name = pod
-        try:
-            return client.forward(name, request["namespace"])
-        except Exception:
-            pod = ""
-            raise
+        there = [one for one in _pods(client, request) if one.metadata.labels[f"{LABEL}/host"] == host]
+        pod = next(one for one in there if one.status.phase == "Running")
+        return client.forward(pod.metadata.name, request["namespace"])
 
     keep_waiting(connect_to_pod, request["ports"])
     while folder.is_alive():
@@ -452,10 +433,6 @@ def check(client: Client, request: Mapping[str, Any]) -> Iterator[dict[str, Any]
             nodes.append({"name": node.metadata.name, "cpu": room.get("cpu", "0"), "gpu": room.get(_GPU, "0")})
     found = {"version": version, "namespace": namespace, "denied": denied, "problem": problem, "nodes": nodes}
     yield {**found, "ip": "" if own is None else own.status.pod_ip}
-
-
-if __name__ == "__main__":
-    sys.exit(serve(connect, {"look": look, "check": check, "place": place}))
 
 
 # ---- the tunnel of a pod that cannot connect to the notebook's host, both ends of it ---------------------------------
@@ -557,3 +534,7 @@ def _join(one: Any, other: Any) -> None:
     back.start()
     copy(one, other)
     back.join()
+
+
+if __name__ == "__main__":
+    sys.exit(serve(lambda _: contextlib.nullcontext(Client()), {"look": look, "check": check, "place": place}))

@@ -77,6 +77,15 @@ def _facts() -> dict[str, str]:
     return {**here, **versions}
 
 
+def _visit(ip: str, port: int) -> dict[str, str]:
+    """Facts of this node, and why it cannot connect there, if so."""
+    try:
+        socket.create_connection((ip, port), 5.0).close()
+    except OSError as error:
+        return {**_facts(), "unreached": f"{ip}: {error}"}
+    return _facts()
+
+
 def _survey(ray: Any) -> dict[str, Any]:
     """What Ray's nodes have, what is free there, and which placement groups hold the rest."""
     if ray.util.client.ray.is_connected():  # a client has no view of the nodes
@@ -156,13 +165,15 @@ def _connected(request: Mapping[str, Any]) -> Iterator[Any]:
     import ray
 
     address: str = request["where"]
+    address = f"ray:{address}" if address.startswith("//") else address  # a Ray client's
     host, _, port = address.rpartition(":")
     try:
         if port.isdigit():  # Ray itself would try for a minute
             socket.create_connection((host.rpartition("/")[2], int(port)), 5.0).close()
         ray.init(address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = lines[-1 if "Traceback" in str(error) else 0]
         where = address or "the address of RAY_ADDRESS or of this machine"
         raise Refused(
             f"Cannot connect to Ray at {where} ({reason.rstrip('.')}). Run `ray status` where Ray runs, and name its "
@@ -180,6 +191,9 @@ def look(ray: Any, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     num_ranks, gpus, end = request["num_ranks"], request["gpus_per_rank"], time.monotonic() + _RETURN_S
     survey = _survey(ray)
+    ip = request["ip"] or _own_ip(survey["nodes"][0]["ip"])
+    if ray.util.client.ray.is_connected():
+        _raise_if_unreached(ray, ip)
     if gpus is None:
         gpus = int(any(node["total"]["GPU"] for node in survey["nodes"]))
     while not (counts := fit(survey["nodes"], num_ranks, gpus, request["placement"])) and time.monotonic() < end:
@@ -189,9 +203,20 @@ def look(ray: Any, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     bundles = [{"CPU": count, **({"GPU": count} if gpus else {})} for count in counts]
     if not counts or not placement_group(bundles, request["placement"].upper(), name).wait(_RETURN_S):
         raise Refused(missing(_survey(ray), num_ranks, gpus))
-    yield {"bundles": counts, "gpus_per_rank": gpus, "ip": _own_ip(survey["nodes"][0]["ip"]), "group": name}
+    yield {"bundles": counts, "gpus_per_rank": gpus, "ip": ip, "group": name}
     for index in range(len(counts)):  # their processes begin while the notebook starts a controller
         _actor(ray, name, index)
+
+
+def _raise_if_unreached(ray: Any, ip: str) -> None:
+    """Refuse a client that is outside of the network of Ray's nodes."""
+    with socket.create_server(("", 0)) as server:
+        facts = ray.get(ray.remote(_visit).options(**_ON_HEAD).remote(ip, server.getsockname()[1]))
+    if "unreached" in facts:
+        raise Refused(
+            f"Ray's nodes cannot connect to this host at {facts['unreached']}. Ranks must: name the interface on which "
+            "nodes reach it with `--interface`, or run the notebook on a node."
+        )
 
 
 def _group_name(ray: Any) -> str:
@@ -227,18 +252,11 @@ def check(ray: Any, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Say what there is, and for each node its versions and whether it reaches this host."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def visit(ip: str, port: int) -> dict[str, str]:
-        try:
-            socket.create_connection((ip, port), 5.0).close()
-        except OSError as error:
-            return {**_facts(), "unreached": f"{ip}: {error}"}
-        return _facts()
-
     with socket.create_server(("", 0)) as server:
         found = _survey(ray)
         for node in found["nodes"]:
             there = NodeAffinitySchedulingStrategy(node["id"], soft=False)
-            task = ray.remote(visit).options(num_cpus=0, scheduling_strategy=there)
+            task = ray.remote(_visit).options(num_cpus=0, scheduling_strategy=there)
             try:
                 node.update(ray.get(task.remote(_own_ip(node["ip"]), server.getsockname()[1]), timeout=60))
             except Exception as error:

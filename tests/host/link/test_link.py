@@ -124,6 +124,19 @@ def test_agent_that_a_launcher_starts_leaves_the_host_to_the_one_that_is_there(j
     assert {name: facts.folder for name, facts in joining.hosts().items()} == {FAR: far.folder}
 
 
+def test_agent_that_is_refused_when_it_joins_again_says_why_and_fails(joining: Joining) -> None:
+    process, far = joining.join()
+    rank, pid = joining.fork(far, "wait")
+    process.send_signal(signal.SIGSTOP)
+    assert joining.first.event(event="exit", rank=rank)["host_lost"].startswith("its agent has not responded for ")
+    _, other = joining.join()  # as a repair has it done
+    process.send_signal(signal.SIGCONT)
+    assert f"Another agent serves the host {FAR!r} by now, so this one exits." in process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert gone(pid, far.folder)
+    assert {name: facts.folder for name, facts in joining.hosts().items()} == {FAR: other.folder}
+
+
 def test_host_ends_with_the_agent_that_it_joined(joining: Joining) -> None:
     process, far = joining.join()
     _, pid = joining.fork(far, "wait")

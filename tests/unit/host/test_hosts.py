@@ -385,6 +385,16 @@ def test_stop_reaches_each_host_once_and_no_exit_is_reported() -> None:
     assert not play.roster.is_stopping(play.now)
 
 
+def test_host_that_joins_while_the_cluster_stops_is_stopped() -> None:
+    play = Play()
+    play.join()
+    play.feed(Stop(play.now))
+    late = play.join("late")
+    assert play.names[-1] == "late"
+    assert play.sent[-1] == Tell(late, command_message(-1, StopCommand()))
+    play.check()
+
+
 def test_story_says_when_a_host_was_lost_and_joined() -> None:
     play = Play()
     play.now = time.mktime((2026, 11, 30, 14, 3, 11, 0, 0, -1))

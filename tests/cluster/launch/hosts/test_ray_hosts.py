@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.cluster.launch.second_host import _ip, why_not
 from tests.support.processes import until
 from tests.support.script import Script, command_lines
 
@@ -20,6 +22,7 @@ pytestmark = [
 CELL = "import os; t = torch.ones(1); dist.all_reduce(t); (os.environ['AXON_NB_HOST'], globals().get('kept'), t.item())"
 FREE = "ray.available_resources().get('CPU', 0.0)"
 START_RAY = """
+import socket
 import ray
 from ray.cluster_utils import Cluster
 
@@ -32,7 +35,9 @@ def started(node):
     raise failed
 
 light = {"include_dashboard": False, "include_log_monitor": False}
-head = {"num_cpus": 0, "no_monitor": True, **light}
+with socket.create_server(("127.0.0.1", 0)) as server:
+    client_port = server.getsockname()[1]
+head = {"num_cpus": 0, "no_monitor": True, "ray_client_server_port": client_port, **light}
 cluster = started(lambda: Cluster(initialize_head=True, head_node_args=head))
 nodes = [started(lambda: cluster.add_node(num_cpus=2, **light)) for _ in range(2)]
 _ = ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
@@ -42,7 +47,9 @@ _ = ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
 @pytest.fixture(scope="module")
 def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
     """A process that has started Ray: a head without CPUs, and two nodes with two each."""
-    with Script(tmp_path_factory.mktemp("ray"), RAY_USAGE_STATS_ENABLED="0") as ray:
+    # With gRPC's handlers of a fork, the processes that Ray's client server starts may die at once.
+    settings = {"RAY_USAGE_STATS_ENABLED": "0", "GRPC_ENABLE_FORK_SUPPORT": "0"}
+    with Script(tmp_path_factory.mktemp("ray"), **settings) as ray:
         try:
             ray.ok(START_RAY, timeout=500)
             yield ray
@@ -54,6 +61,31 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
 def hosts(ray: Script) -> str:
     """The option."""
     return f"hosts='ray:{ray.value('cluster.address')}'"
+
+
+@pytest.fixture(scope="module")
+def client(ray: Script) -> str:
+    """The option, for a Ray client."""
+    pytest.importorskip("grpc")
+    return f"hosts='ray://{ray.value('cluster.address').partition(':')[0]}:{ray.value('client_port')}'"
+
+
+@pytest.fixture
+def unreachable() -> Iterator[str]:
+    """An address of this host that no process reaches."""
+    if reason := why_not():
+        pytest.skip(reason)
+    name, ip = f"axr{os.getpid()}"[:15], f"10.82.{os.getpid() % 250}.1"
+    _ip("route", "add", "unreachable", ip)
+    try:
+        _ip("link", "add", name, "type", "bridge")
+        _ip("addr", "add", f"{ip}/32", "dev", name)
+        _ip("link", "set", name, "up")
+        _ip("route", "del", "local", ip, "dev", name, "table", "local")
+        yield ip
+        _ip("link", "del", name)
+    finally:
+        _ip("route", "del", "unreachable", ip)
 
 
 @pytest.fixture
@@ -79,6 +111,32 @@ def test_ranks_run_where_ray_places_them_and_stop_returns_the_room(ray: Script, 
     assert refused.message.startswith("Ray has reserved resources for 4 ranks, and a placement group cannot grow.")
     script.ok("c.stop()")
     assert _is_free(ray, 4.0)
+    assert until(lambda: not script.others()), command_lines(script.others())
+
+
+def test_ray_client_starts_ranks_that_outlive_its_kernel_and_stop_returns_the_room(
+    ray: Script, client: str, script: Script, tmp_path: Path
+) -> None:
+    script.ok(f"c = axon_nb.start(4, {client}, name='client')", timeout=230)
+    script.ok("c.run('kept = rank')")
+    assert ray.value(FREE) == 0.0
+    script.process.kill()
+    script.process.wait(60)
+    with Script(tmp_path) as second:
+        second.ok("import axon_nb\nc = axon_nb.attach('client')")
+        assert second.value(f"dict(c.run({CELL!r}).values)") == {r: (f"ray-{r // 2}", r, 4.0) for r in range(4)}
+        second.ok("c.stop()")
+        assert _is_free(ray, 4.0)
+        assert until(lambda: not script.others() and not second.others()), command_lines(script.others())
+
+
+def test_ray_client_that_nodes_cannot_reach_is_refused_before_anything_starts(
+    ray: Script, client: str, script: Script, unreachable: str
+) -> None:
+    refused = script.run(f"axon_nb.start(2, {client}, interface={unreachable!r})")
+    assert refused.kinds[0] == "StartError"
+    assert refused.message.startswith(f"Ray's nodes cannot connect to this host at {unreachable}: ")
+    assert ray.value(FREE) == 4.0
     assert until(lambda: not script.others()), command_lines(script.others())
 
 
