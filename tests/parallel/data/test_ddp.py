@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from axon_nb.comm import GradSyncStrategy, NotInGroupError, ProcessGroup, TensorMismatchError, World
-from axon_nb.errors import UsageError
+from axon_nb.comm import GradSyncStrategy, NotInGroupError, ProcessGroup, World
 from axon_nb.parallel import DDP
 from tests.parallel.conftest import WORLDS
 from tests.support.cases.pairwise import pairwise
@@ -173,22 +172,3 @@ def test_ddp_in_a_single_process_world() -> None:
         assert all(
             torch.equal(a, b) for a, b in zip(trained(model, slice(None)), trained(blocks(), slice(None)), strict=True)
         )
-
-
-def test_mismatched_model_names_its_parameter(two: Any) -> None:
-    def work(world: World) -> None:
-        DDP(nn.Linear(4, 2 + world.rank()))
-
-    with pytest.raises(
-        TensorMismatchError,
-        match=r"rank 0 has weight of torch.float32 \(2, 4\), rank 1 has weight of torch.float32 \(3, 4\)",
-    ):
-        two.run(work)
-
-
-def test_unsupported_models_and_options_raise() -> None:
-    group = ProcessGroup.mock()
-    with pytest.raises(UsageError, match="ReLU has no parameter that requires a gradient"):
-        DDP(nn.ReLU(), group)
-    with pytest.raises(UsageError, match="bucket_size_mb must be a positive number of MiB; got 0"):
-        DDP(blocks(), group, bucket_size_mb=0)
