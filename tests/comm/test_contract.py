@@ -193,32 +193,6 @@ def test_uneven_all_gather_is_concatenate(
         np.testing.assert_array_equal(result, expected)
 
 
-@given(shape=SHAPES, ranks=st.sets(st.integers(0, N - 1), min_size=1), op=st.sampled_from(list(ReduceOp)))
-@PROPERTY
-def test_groups_reduce_among_themselves(world: Any, shape: tuple[int, ...], ranks: set[int], op: ReduceOp) -> None:
-    def array(rank: int) -> np.ndarray[Any, Any]:
-        return ((np.arange(np.prod(shape)) * (rank + 2)) % 5).reshape(shape).astype(np.float64)
-
-    def work(world: World) -> Any:
-        group = world.new_group(ranks)
-        mine = array(world.rank())
-        if group.contains(world.rank()):
-            comm.all_reduce(mine, op, group=group)
-        return mine, (group.size(), group.is_member)
-
-    members = np.stack([array(rank) for rank in sorted(ranks)])
-    numpy_op = {
-        ReduceOp.SUM: members.sum(0),
-        ReduceOp.PRODUCT: members.prod(0),
-        ReduceOp.MIN: members.min(0),
-        ReduceOp.MAX: members.max(0),
-        ReduceOp.AVERAGE: members.mean(0),
-    }[op]
-    for rank, (mine, seen) in enumerate(world.run(work)):
-        assert seen == (len(ranks), rank in ranks)
-        np.testing.assert_allclose(mine, numpy_op if rank in ranks else array(rank), rtol=1e-15)
-
-
 def test_async_calls_return_their_result_from_wait(world: Any) -> None:
     def work(world: World) -> Any:
         own = torch.full((3,), float(world.rank()))

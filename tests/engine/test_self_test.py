@@ -137,16 +137,6 @@ def test_lost_capability_is_reported_with_fix(tmp_path: Path, what: str) -> None
     assert _saved(tmp_path) == [], "a verdict needs all checks"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", BROKEN)
-def test_other_capabilities_keep_working(tmp_path: Path, what: str) -> None:
-    site, expected = BROKEN[what]
-    _assert_only_lost(_lost(_run(tmp_path, site)), expected)
-    (saved,) = _saved(tmp_path)
-    os.utime(saved, (0, 0))
-    assert _lost(_run(tmp_path)) == []
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the verdicts of this process, in which every check passes at once."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from axon_nb.comm import World, all_gather, all_reduce_sum, recv, send
+from axon_nb.comm import World, all_gather
 from axon_nb.parallel import (
     DDP,
     FSDP,
@@ -135,32 +135,6 @@ def test_pipeline_schedules() -> None:
                 torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-10, atol=1e-12)
                 seen.add(name)
         assert seen == {name for name, _ in model.named_parameters()}
-
-
-def test_point_to_point() -> None:
-    def main(world: World) -> Any:
-        rank, pg = world.rank(), world.default_group()
-        if rank == 0:
-            send(torch.arange(6.0).view(2, 3), 1, group=pg)
-        elif rank == 1:
-            return recv(0, group=pg)
-        return None
-
-    nothing, received = World.mock(2).run(main)
-    assert nothing is None
-    assert torch.equal(received, torch.arange(6.0).view(2, 3))
-
-
-def test_process_groups() -> None:
-    def main(world: World) -> Any:
-        default_pg = world.default_group()
-        subgroup = world.new_group([0, 1])
-        total = torch.tensor([world.rank() + 1])
-        if subgroup.contains(world.rank()):
-            all_reduce_sum(total, group=subgroup)
-        return default_pg.ranks, subgroup.ranks, subgroup.size(), total.item()
-
-    assert World.mock(4).run(main) == [((0, 1, 2, 3), (0, 1), 2, total) for total in (3, 3, 3, 4)]
 
 
 def test_tensor_parallelism() -> None:

@@ -20,9 +20,7 @@ from axon_nb.comm import (
     World,
     all_reduce,
     all_reduce_mean,
-    all_reduce_sum,
     barrier,
-    broadcast,
 )
 from axon_nb.comm.world import torchrun_environment
 from axon_nb.parallel import DDP, load_checkpoint, save_on_main
@@ -50,27 +48,6 @@ def test_ddp_builder() -> None:
     (size, mean), (size_too, mean_too) = World.mock(2).run(main)
     assert size == size_too == 25 * 2**20
     assert torch.equal(mean, mean_too)
-
-
-def test_all_reduce() -> None:
-    def main(world: World) -> Any:
-        local_tensor = torch.arange(4.0) * (world.rank() + 1)
-        global_sum = all_reduce_sum(local_tensor.clone())
-        global_mean = all_reduce_mean(local_tensor.clone())
-        changed = all_reduce_sum(local_tensor) is local_tensor
-        return global_sum.tolist(), global_mean.tolist(), changed, local_tensor.tolist()
-
-    total = [0.0, 3.0, 6.0, 9.0]
-    assert World.mock(2).run(main) == [(total, [0.0, 1.5, 3.0, 4.5], True, total)] * 2
-
-
-def test_broadcast() -> None:
-    def main(world: World) -> Any:
-        tensor = torch.linspace(-1, 1, 6).view(2, 3) if world.rank() == 0 else torch.zeros(2, 3)
-        return broadcast(tensor, src=0)
-
-    for synced in World.mock(3).run(main):
-        assert torch.equal(synced, torch.linspace(-1, 1, 6).view(2, 3))
 
 
 def test_barrier() -> None:

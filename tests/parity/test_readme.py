@@ -19,8 +19,6 @@ from axon_nb.prelude import (
     DistributedDataParallel,
     FullyShardedDataParallel,
     GradientBucket,
-    GradientSynchronizer,
-    GradSyncStrategy,
     MockBackend,
     Pipeline,
     PipelineMemoryStats,
@@ -42,8 +40,6 @@ from axon_nb.prelude import (
     reduce_scatter_mean,
     reduce_scatter_sum,
     scatter_tensor,
-    sync_gradient,
-    sync_gradients,
 )
 
 
@@ -169,19 +165,6 @@ def test_communication_primitives() -> None:
     ]
 
 
-def test_gradient_synchronization() -> None:
-    def main(world: World) -> Any:
-        factor = float(world.rank() + 1)
-        gradients = [torch.tensor([0.1, 0.2]) * factor, torch.tensor([0.3, 0.4, 0.5]) * factor]
-        sync_gradients(gradients, group=world.default_group())
-        grad = torch.tensor([1.0, 2.0]) * factor
-        sync_gradient(grad, group=world.default_group())
-        return torch.cat([*gradients, grad])
-
-    for synced in World.mock(3).run(main):
-        torch.testing.assert_close(synced, 2 * torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 1.0, 2.0]))
-
-
 def test_gradient_bucketing() -> None:
     def main(world: World) -> Any:
         bucket = GradientBucket(1000)
@@ -194,21 +177,6 @@ def test_gradient_bucketing() -> None:
         assert added == [True, True]
         torch.testing.assert_close(grad1, torch.tensor([0.2, 0.4]))
         torch.testing.assert_close(grad2, torch.tensor([0.6, 0.8, 1.0]))
-
-
-@pytest.mark.parametrize("strategy", list(GradSyncStrategy))
-def test_custom_synchronization_strategy(strategy: GradSyncStrategy) -> None:
-    def main(world: World) -> Any:
-        sync = GradientSynchronizer(strategy, 25_000_000, group=world.default_group())
-        sync.prepare(10)
-        grad = torch.tensor([1.0, 2.0]) * (world.rank() + 1)
-        sync.add_gradient(0, grad)
-        sync.sync_all()
-        sync.clear()
-        return grad.tolist()
-
-    mean = [[1.5, 3.0]] * 2
-    assert World.mock(2).run(main) == ([[1.0, 2.0], [2.0, 4.0]] if strategy is GradSyncStrategy.NO_SYNC else mean)
 
 
 def test_multi_backend_setup() -> None:

@@ -44,17 +44,9 @@ CASES = [
     ("%%distributed --timeout soon\n1", "--timeout"),
     ("%%distributed --out 3x\n1", "not a valid variable name"),
     ("%%distributed --out 'a\n1", "No closing quotation"),
-    ("%distributed begin", "has no command 'begin': `%distributed help` lists all."),
     ("%distributed start", "is running. Run `%distributed stop` to stop it"),
     ("%distributed status now", "has no 'now'"),
-    ("%distributed config colour=red", "has no setting 'colour': run `%distributed config` to see all"),
     ("%distributed config keepalive=5", "has no setting 'keepalive': did you mean keep_alive?"),
-    ("%distributed config watch_numbers=often", "watch_numbers must be off, on or stop; got 'often'."),
-    ("%distributed config keep_alive", "takes key=value, such as keep_alive=300s; got 'keep_alive'."),
-    (
-        "%distributed config keep_alive=long",
-        "keep_alive must be a number of seconds, such as 300 or 5min; got 'long'.",
-    ),
     ("%distributed config warm_up=maybe", "warm_up must be on or off; got 'maybe'."),
     ("%push nothing_of_that_name", "The notebook has no variable 'nothing_of_that_name'"),
     ("%push", "NAME"),
@@ -331,11 +323,8 @@ def test_bad_input_is_reported_in_one_sentence(kernel: Kernel, code: str, senten
 
 
 START_CASES = [
-    ("%distributed start -n 0", "-n must be at least 1; got 0."),
     ("%distributed start -n many", "must be an integer"),
     ("%distributed start -n 2 --backend nccl", "NCCL"),
-    ("%distributed start --backend mpi", "--backend must be one of auto, shm, gloo, nccl; got mpi."),
-    ("%distributed start --devices left", "--devices must be `auto`, `cpu` or GPU numbers"),
     ("%distributed start --devices 99", "is not visible here"),
     (
         "%distributed start --engines nowhere",

@@ -70,11 +70,6 @@ def family(kernel: Kernel) -> list[int]:
     return [kernel.pid, *footprint(kernel).ranks]
 
 
-def test_push_reaches_every_rank(kernel: Kernel) -> None:
-    kernel.ok("import numpy as np\nt_a, t_b = np.arange(6).reshape(2, 3), {'k': (1, 'x')}\n%push t_a t_b")
-    assert kernel.ok("%%distributed\nprint(t_a.sum(), t_b)").lines() == ["[ranks 0-3] 15 {'k': (1, 'x')}"]
-
-
 def test_push_to_some_ranks(kernel: Kernel) -> None:
     kernel.ok("t_some = 5\n%push t_some --ranks 1,3")
     reply = kernel.ok("%%distributed\n't_some' in globals()")
@@ -408,15 +403,6 @@ def test_rank_death_in_a_transfer_is_reported_and_leaks_nothing() -> None:
         assert kernel.ok("%%distributed\nfloat(t_big.sum())").lines() == ["[ranks 0-1] 1048576.0"]
 
 
-def test_python_api_pushes_and_pulls(kernel: Kernel) -> None:
-    kernel.ok("import axon_nb\nt_c = axon_nb.cluster.session.current.get()\nt_c.push({'t_p': 3}, ranks=[0, 2])")
-    assert kernel.value("t_c.pull('t_p + rank', ranks=[0, 2])") == {0: 3, 2: 5}
-    kernel.ok("t_c.scatter({'t_p': list(range(8))})")
-    assert kernel.value("t_c.gather('t_p'), t_c.pull('t_p', ranks=3)") == (list(range(8)), [6, 7])
-    assert kernel.value("dict(t_c.run('rank * 2', ranks='1,3').values)") == {1: 2, 3: 6}
-    assert kernel.value("t_c.run('rank * 2')[3]") == 6
-
-
 def test_notebook_imports_torch_only_for_tensors(new_kernel: Callable[..., Kernel]) -> None:
     kernel = new_kernel()
     kernel.ok("%load_ext axon_nb\n%distributed start -n 2\nimport numpy as np\nt_n = np.ones(1 << 20)\n%push t_n")
@@ -424,12 +410,6 @@ def test_notebook_imports_torch_only_for_tensors(new_kernel: Callable[..., Kerne
     kernel.ok("%distributed status\n%pull t --numpy\n%pull t_n --as t_m")
     assert kernel.value("'torch' in __import__('sys').modules") is False
     assert kernel.value("'ipywidgets' in __import__('sys').modules") is False
-
-
-@pytest.mark.parametrize("magic", ["push", "pull", "scatter", "gather"])
-def test_help_has_an_example(kernel: Kernel, magic: str) -> None:
-    kernel.ok(f"t_help = get_ipython().find_line_magic('{magic}').__doc__")
-    assert kernel.value(f"'Example: `%{magic} ' in t_help") is True
 
 
 @pytest.fixture(scope="module")

@@ -211,34 +211,23 @@ def test_break_pauses_in_the_backward_of_a_ddp_model(kernel: Kernel) -> None:
     assert "Ranks 0-3 paused at line 2. " in reply.stdout
 
 
-def _debug(kernel: Kernel, line: str, commands: list[str]) -> Reply:
-    request = kernel.submit(line)
-    for command in commands:
-        prompt = kernel.client.get_stdin_msg(timeout=100)
-        assert prompt["content"]["prompt"].startswith("ipdb rank ")
-        kernel.client.input(command)
-    reply = kernel.collect(request)
-    reply.stdout = plain(reply.stdout)
-    return reply
-
-
 def test_debugger_opens_on_the_failed_rank_only(kernel: Kernel) -> None:
     assert "on rank 2" in kernel.run(FAIL).traceback
-    reply = _debug(kernel, "%distributed debug", ["p secret", "u", "p outside", "p rank, inner", "q"])
+    reply = _drive(kernel, "%distributed debug", ["p secret", "u", "p outside", "p rank, inner", "q"])
     assert reply.ok
     assert reply.stdout.startswith("Rank 2: ValueError: on rank 2.")
     assert "raise ValueError" in reply.stdout
     assert "200" in reply.stdout
     assert "the caller's" in reply.stdout
     # What failed can be looked at again, until the next cell; the group works all the time.
-    assert "200" in _debug(kernel, "%distributed debug --ranks 2", ["p secret", "EOF"]).stdout
+    assert "200" in _drive(kernel, "%distributed debug --ranks 2", ["p secret", "EOF"]).stdout
     assert kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()").lines() == ["[ranks 0-3] 4.0"]
     assert "No rank has a failure to debug" in kernel.run("%distributed debug").traceback
 
 
 def test_expressions_statements_and_mistakes(kernel: Kernel) -> None:
     kernel.run(FAIL)
-    reply = _debug(
+    reply = _drive(
         kernel,
         "%distributed debug",
         [

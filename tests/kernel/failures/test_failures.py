@@ -161,21 +161,6 @@ def test_other_failures_take_one_line_each(kernel: Kernel) -> None:
     assert "[rank 3] TypeError: b" in reply.traceback or "[rank 1] KeyError: 'a'" in reply.traceback
 
 
-def test_sleeping_ranks_are_released_when_one_fails(kernel: Kernel) -> None:
-    code = "import time; dist.barrier()\nif rank == 1:\n    raise ValueError('first')\ntime.sleep(600)"
-    reply = kernel.run(f"%%distributed\n{code}")
-    assert reply.traceback.startswith("[rank 1]")
-    assert "[ranks 0,2-3] were interrupted at line 5" in reply.traceback
-    assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
-
-
-def test_sys_exit_fails_the_cell_and_keeps_the_rank(kernel: Kernel) -> None:
-    reply = kernel.run("%%distributed\nimport sys\nif rank == 0:\n    sys.exit(3)")
-    assert not reply.ok
-    assert "SystemExit" in reply.traceback
-    assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
-
-
 def test_huge_and_malformed_exceptions_are_reported(kernel: Kernel) -> None:
     odd = (
         "class Odd(Exception):\n    def __str__(self): raise RuntimeError('no text')\n    __repr__ = __str__\n"
@@ -232,35 +217,9 @@ def test_lone_surrogates_become_question_marks(kernel: Kernel) -> None:
     assert "ValueError: error ?" in reply.traceback
 
 
-def test_recursion_traceback_is_truncated_in_the_middle(kernel: Kernel) -> None:
-    reply = kernel.run("%%distributed --ranks 1\ndef down(n): return down(n + 1)\ndown(0)")
-    assert "RecursionError" in reply.traceback
-    assert "----> 3 down(0)" in reply.traceback
-    assert " calls are not shown.)" in reply.traceback
-
-
 def test_output_before_a_failure_is_kept(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\ndist.barrier()\nprint('before')\nif rank == 3:\n    raise ValueError('x')")
     assert reply.lines() == ["[ranks 0-3] before"]
-
-
-def test_interrupt_of_python_code(kernel: Kernel) -> None:
-    request = kernel.submit("%%distributed\nimport time\nwhile True:\n    print('go', flush=True); time.sleep(0.05)")
-    kernel.wait_for_output(request, "go", ranks=range(4))
-    kernel.interrupt()
-    reply = kernel.collect(request)
-    assert reply.ename == "CellInterrupt"
-    assert reply.traceback.startswith("KeyboardInterrupt: Ranks 0-3 stopped.")
-    assert "[ranks 0-3] were interrupted at line 4" in reply.traceback
-    assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
-
-
-def test_interrupt_of_an_await(kernel: Kernel) -> None:
-    request = kernel.submit("%%distributed\nimport asyncio\nprint('go')\nawait asyncio.sleep(600)")
-    kernel.wait_for_output(request, "go", ranks=range(4))
-    kernel.interrupt()
-    assert kernel.collect(request).ename == "CellInterrupt"
-    assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
 
 def test_dead_rank_is_reported(kernel: Kernel) -> None:

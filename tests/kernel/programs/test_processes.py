@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,16 +132,6 @@ def test_child_terminates_at_once(kernel: Kernel) -> None:
     assert reply.lines() == ["[ranks 0-3] -15"]
 
 
-def test_process_pools_terminate(kernel: Kernel) -> None:
-    began = time.monotonic()
-    reply = kernel.ok(
-        "%%distributed\nfrom multiprocessing import Pool\nfor _ in range(5):\n"
-        "    with Pool(2) as p:\n        squares = p.map(abs, range(3))\nsquares"
-    )
-    assert reply.lines() == ["[ranks 0-3] [0, 1, 2]"]
-    assert time.monotonic() - began < 60
-
-
 def test_user_signal_handler_is_inherited_by_children(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%rank 1\nimport os, signal, time\nbefore = signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))\n"
@@ -178,6 +167,10 @@ def test_interrupt_ends_the_children(kernel: Kernel) -> None:
 
 
 STARTED_OTHERWISE = {
+    "pools, one after the other": (
+        "from multiprocessing import Pool\nfor _ in range(5):\n    with Pool(2) as pool:\n"
+        "        result = pool.map(abs, range(3))"
+    ),
     "joblib": "import joblib\nresult = joblib.Parallel(2)(joblib.delayed(abs)(-i) for i in range(3))",
     "forkserver": (
         "from multiprocessing import get_context\nwith get_context('forkserver').Pool(2) as pool:\n"

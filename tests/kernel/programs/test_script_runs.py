@@ -137,8 +137,11 @@ def test_cell_magic_above(kernel: Kernel, magic: str) -> None:
 
 
 def test_capture_above_captures_what_all_ranks_print(kernel: Kernel) -> None:
-    assert kernel.ok("%%capture captured\n%%rank 2\nprint('ran')").stdout == ""
-    assert kernel.ok("print(captured.stdout)").stdout == "[rank 2] ran\n\n"
+    cell = "from IPython.display import HTML, display\nprint('ran')\ndisplay(HTML('<b>x</b>'))"
+    reply = kernel.ok(f"%%capture captured\n%%rank 2\n{cell}")
+    assert (reply.stdout, reply.displays) == ("", [])
+    assert kernel.ok("print(captured.stdout)").stdout == "[rank 2] ran\n[rank 2]\n\n"
+    assert kernel.value("len(captured.outputs)") == 1
 
 
 @pytest.mark.parametrize("cell", BELOW, ids=lambda cell: cell.split()[0])
@@ -263,11 +266,6 @@ def test_notebook_only_name_gets_a_push_hint(kernel: Kernel, code: str) -> None:
     name = next(word for word in code.replace("(", " ").split() if word.startswith("a_"))
     assert ONLY_HERE[code] in kernel.run(f"%%distributed\n{name}").traceback
     assert "Only the notebook" not in kernel.run(f"%%distributed\n{name}_of_nobody").traceback
-
-
-def test_function_can_be_pushed(kernel: Kernel) -> None:
-    kernel.ok("def pushed(x):\n    return 2 * x\n%push pushed")
-    assert kernel.ok("%%rank 1\npushed(4)").lines() == ["[rank 1] 8"]
 
 
 def test_pulled_call_that_communicates_with_other_ranks(kernel: Kernel) -> None:

@@ -159,12 +159,6 @@ def test_deadlock_is_explained_and_aborted(trained: Kernel, tmp_path: Path, what
     assert "[ranks 0-3] 4.0" in trained.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()").lines()
 
 
-def test_default_group_on_some_ranks_is_explained(trained: Kernel) -> None:
-    reply = trained.run("%%distributed --ranks 0,2\ndist.barrier()")
-    assert "in a cell on ranks 0,2: ranks 1,3 do not run this cell. Use `group=subgroup`" in reply.traceback
-    assert trained.ok("%%distributed\ndist.barrier()\n'fine'").lines() == ["[ranks 0-3] 'fine'"]
-
-
 def test_slow_rank_is_never_aborted(trained: Kernel) -> None:
     reply = trained.ok("%%distributed\nif rank == 3:\n    time.sleep(3)\ndist.barrier()\n'met'")
     assert reply.lines() == ["[ranks 0-3] 'met'"]

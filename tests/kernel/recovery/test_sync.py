@@ -110,25 +110,3 @@ def test_ranks_a_step_apart_are_reported_and_synced(trained: Kernel) -> None:
     reply = trained.run("%%distributed\nstep()\ndist.barrier()\nif rank == 0: 1 / 0\ndist.barrier()")
     assert "ZeroDivisionError" in reply.traceback
     assert "at step" not in reply.stdout
-
-
-def test_missing_first_step_of_a_rank_is_reported(trained: Kernel) -> None:
-    trained.ok("%distributed sync")
-    reply = trained.run(
-        "%%distributed\nyoung = torch.optim.SGD(net.parameters(), 0.1)\n"
-        "model(torch.ones(4, 8)).sum().backward()\n"
-        "if rank == 0: young.step()\ndist.barrier()\nif rank == 1: 1 / 0\ndist.barrier()"
-    )
-    assert "ZeroDivisionError" in reply.traceback
-    (line,) = [line for line in reply.lines() if "at step" in line]
-    assert line.startswith("Rank 0 is at step 1 of `young`, rank 1 at 0. Run `%distributed sync`")
-    trained.ok("%distributed sync")
-    assert trained.ok("%%distributed\nsame()").lines() == ["[ranks 0-1] [True, True]"]
-
-
-def test_rank_training_alone_is_not_reported(trained: Kernel) -> None:
-    reply = trained.run(
-        "%%distributed\nown = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)\n"
-        "if rank == 0:\n    own.step()\n    1 / 0\ndist.barrier()"
-    )
-    assert "at step" not in reply.stdout

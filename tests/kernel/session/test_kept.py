@@ -145,18 +145,6 @@ def test_start_is_rejected_while_kept_ranks_run_a_cell(new_kernel: MakeKernel, t
     assert not set(footprint(kernel).ranks) & set(before)
 
 
-def test_cell_spared_by_start_returns(new_kernel: MakeKernel, tmp_path: Path) -> None:
-    kernel = new_kernel()
-    leave(kernel, TICKS)
-    assert kernel.run("%distributed start -n 2").ename == "UsageError"
-    request = kernel.submit("%distributed attach")
-    reply = kernel.collect(request)
-    assert reply.lines()[0] == "Cell In[3] is still running on ranks 0-1. Its output continues here."
-    (tmp_path / "stop").touch()
-    kernel.follow(request, reply, until=lambda: "is done" in reply.stdout)
-    assert "[ranks 0-1] ended" in reply.lines()
-
-
 def test_stop_ends_kept_ranks_and_commands_report_no_cluster(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     leave(kernel)

@@ -56,14 +56,6 @@ def test_cell_right_after_start_is_never_lost(new_kernel: MakeKernel) -> None:
         kernel.ok("%distributed stop")
 
 
-def test_kernel_shutdown_ends_everything(new_kernel: MakeKernel) -> None:
-    kernel = new_kernel()
-    start(kernel)
-    left = footprint(kernel)
-    kernel.shutdown()
-    assert until(left.gone)
-
-
 def test_shutdown_while_warming_up_ends_everything(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     kernel.ok("%load_ext axon_nb")
@@ -94,15 +86,6 @@ def test_graceful_restart_keeps_ranks_for_attach(new_kernel: MakeKernel) -> None
     assert footprint(kernel).ranks == before.ranks
     kernel.ok("%distributed stop")
     assert until(before.gone)
-
-
-def test_forced_restart_keeps_ranks_for_attach(new_kernel: MakeKernel) -> None:
-    kernel = new_kernel()
-    start(kernel)
-    kernel.restart(now=True)
-    kernel.ok("%load_ext axon_nb")
-    kernel.ok("%distributed attach")
-    assert sorted(kernel.ok("%%distributed\nkept").lines()) == ["[rank 0] 10", "[rank 1] 11"]
 
 
 def test_start_after_a_restart_replaces_the_kept_cluster_with_a_note(new_kernel: MakeKernel) -> None:

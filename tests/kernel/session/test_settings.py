@@ -128,14 +128,6 @@ def test_start_setting_applies_after_a_restart_with_a_note(new_kernel: MakeKerne
     assert "collective_timeout = 60 s (default 1800 s)" in values(kernel)
 
 
-def test_invalid_value_changes_no_setting(kernel: Kernel) -> None:
-    before = kernel.ok("%distributed config").stdout
-    reply = kernel.run("%distributed config keep_alive=5 threads=many debug=off")
-    assert (reply.ename, len(reply.traceback.splitlines())) == ("UsageError", 1)
-    assert kernel.ok("%distributed config").stdout == before
-    assert kernel.value(f"{AGENT_INFO}.keep_alive_s") == 300.0
-
-
 def test_settings_come_from_ipythons_configuration_file(new_kernel: MakeKernel, tmp_path: Path) -> None:
     file = tmp_path / "profile_default" / "ipython_config.py"
     file.parent.mkdir()

@@ -226,11 +226,6 @@ def test_rank_looks_at_no_files_of_modules_for_a_debugger(kernel: Kernel) -> Non
     assert reply.lines() == ["[rank 0] [] True"]
 
 
-def test_restart_and_shutdown_are_distinguished(kernel: Kernel) -> None:
-    code = "get_ipython().kernel.do_shutdown.__module__"
-    assert kernel.ok(code).result == "'axon_nb.cluster.session.current'"
-
-
 def test_shutdown_stops_the_ranks_without_the_hook(new_kernel: Callable[..., Kernel]) -> None:
     kernel = new_kernel()
     kernel.ok("own = get_ipython().kernel\nfull = own.do_shutdown\nown.do_shutdown = lambda again: full(again)")

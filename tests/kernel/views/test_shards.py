@@ -133,8 +133,6 @@ def test_busy_ranks_report_shards(ready: Kernel) -> None:
 
 def test_unavailable_view_is_explained_in_one_sentence(ready: Kernel) -> None:
     for name, words in {
-        "nothing": "variable 'nothing' does not exist",
-        "rank": "'rank' (type int) holds no tensors",
         "sharded.nothing": "has no attribute 'nothing'",
         "f(x)": "must be a variable, optionally with .attributes and [indices]",
     }.items():

@@ -221,18 +221,6 @@ def test_timeline_of_one_cell_and_some_ranks(ready: Kernel, tmp_path: Path) -> N
     assert {line.split(",")[0] for line in (tmp_path / "one.csv").read_text().splitlines()[1:]} == {"2"}
 
 
-def test_unavailable_view_is_explained_in_one_sentence(ready: Kernel, tmp_path: Path) -> None:
-    for line, words in {
-        "%timeline --cell 99999": "ranks have no spans of In [99999]",
-        "%timeline --ranks 9": "rank 9 does not exist",
-        f"%timeline --save {tmp_path}/spans.png": "must end in .json, .html, .csv or .svg",
-        "%timeline model": "%timeline has no 'model'",
-    }.items():
-        reply = ready.run(line)
-        assert reply.ename == "UsageError"
-        assert words in reply.traceback
-
-
 def test_closed_view_leaves_no_hooks_in_torch(ready: Kernel) -> None:
     ready.ok("%timeline")
     assert until(lambda: ready.ok(HOOKS).lines()[0].startswith("[ranks 0-3] 1 True []"))

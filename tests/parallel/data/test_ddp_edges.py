@@ -195,6 +195,11 @@ ONE_SIDED: list[tuple[Callable[[World], nn.Module], type[UsageError], str]] = [
     (_with_buffer, TensorMismatchError, r"rank 0 has mean of torch.float32 \(1,\), a buffer, rank 1 has mean of"),
     (_longer, TensorMismatchError, "rank 0 has 1 parameters and buffers, rank 1 has 2. Build the same model"),
     (
+        lambda w: nn.Linear(4, 2 + w.rank()),
+        TensorMismatchError,
+        r"rank 0 has weight of torch.float32 \(2, 4\), rank 1 has weight of torch.float32 \(3, 4\)",
+    ),
+    (
         lambda w: linear().to([torch.float32, torch.float64][w.rank()]),
         TensorMismatchError,
         "rank 1 has weight of torch.float64",
@@ -202,7 +207,9 @@ ONE_SIDED: list[tuple[Callable[[World], nn.Module], type[UsageError], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "kind", "text"), ONE_SIDED, ids=["frozen", "meta", "lazy", "buffer", "long", "dtype"])
+@pytest.mark.parametrize(
+    ("make", "kind", "text"), ONE_SIDED, ids=["frozen", "meta", "lazy", "buffer", "long", "shape", "dtype"]
+)
 def test_error_on_one_rank_raises_on_all(
     two: Any, make: Callable[[World], nn.Module], kind: type[UsageError], text: str
 ) -> None:
@@ -248,8 +255,9 @@ def test_invalid_arguments_raise() -> None:
     model = DDP(linear(), group)
     with pytest.raises(UsageError, match=r"hook must be one of axon_nb\.parallel's, such as FP16\(\)"):
         model.register_hook(lambda bucket: bucket)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="bucket_size_mb must be a positive number of MiB; got 'big'"):
-        DDP(linear(), group, bucket_size_mb="big")  # type: ignore[arg-type]
+    for size in ("big", 0):
+        with pytest.raises(UsageError, match=f"bucket_size_mb must be a positive number of MiB; got {size!r}"):
+            DDP(linear(), group, bucket_size_mb=size)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="Create an instance first"):
         DDP(nn.Linear, group)  # type: ignore[arg-type]
     hook = model.register_hook(FP16())

@@ -14,7 +14,6 @@ from torch import nn
 
 from axon_nb.comm import World
 from axon_nb.parallel import Pipeline, PipelineMemoryStats
-from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of_rank
 from axon_nb.parallel.pipeline.stages import balance, child_costs
 from tests.parallel.conftest import make
@@ -222,40 +221,3 @@ def test_all_ranks_split_at_the_same_places(two: Any) -> None:
     by_hand = [(list("01234"), list("5")), (list("012"), list("345")), (list("0"), list("12345"))]
     assert list(zip(first[1:], second[1:], strict=True)) == by_hand
     assert sorted(first[0] + second[0]) == list("012345")
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_gpt_in_a_pipeline_learns_as_in_one_process(two: Any, schedule: str) -> None:
-    config = GPTConfig(context=8, hidden=16, heads=2, blocks=3)
-
-    def build() -> GPT:
-        torch.manual_seed(4)
-        return GPT(config).double()
-
-    def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = torch.randint(256, (8, 9), generator=torch.Generator().manual_seed(step))
-        return tokens[:, :-1], tokens[:, 1:]
-
-    def work(world: World) -> list[float]:
-        pipe = Pipeline.split(build(), group=world, schedule=schedule, num_microbatches=4, loss=next_byte_loss)
-        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
-        losses = []
-        for step in range(4):
-            optimizer.zero_grad()
-            x, y = data(step % 2)
-            losses.append(pipe.mean_loss(pipe.step(x, y)))
-            optimizer.step()
-        return losses
-
-    model, expected = build(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(4):
-        optimizer.zero_grad()
-        x, y = data(step % 2)
-        loss = next_byte_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    for losses in two.run(work):
-        assert losses == pytest.approx(expected, rel=1e-10)
-    assert expected[-1] < expected[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -286,35 +285,6 @@ def bar(terminal: Terminal, count: int, **options: Any) -> Iterator[int]:
 def percents(lines: list[str]) -> list[str]:
     """Bars as far as their percentage, the rest differs from run to run."""
     return [line.split("%")[0] + "%" if "%" in line else line for line in lines]
-
-
-def test_real_tqdm_with_lines_between() -> None:
-    bench = Bench([0])
-    terminal = Terminal(bench)
-    for i in bar(terminal, 5, desc="epoch"):
-        if i == 2:
-            tqdm.write("a line between", file=terminal)
-        terminal.send(0.2)
-    terminal.send()
-    assert percents(bench.end()) == ["[rank 0] epoch: 100%", "[rank 0] a line between"]
-    assert bench.lines("stderr") == ["[rank 0] a line between"]
-
-
-@pytest.mark.parametrize("seconds", [0.0, 0.01, 0.05, 0.3])
-def test_real_tqdm_with_logging_between(seconds: float) -> None:
-    bench = Bench([0])
-    terminal = Terminal(bench)
-    log = logging.getLogger("test_real_tqdm")
-    log.propagate = False
-    log.addHandler(handler := logging.StreamHandler(terminal))
-    for i in bar(terminal, 6):
-        terminal.send(seconds)
-        log.warning("at %d", i)
-    log.removeHandler(handler)
-    terminal.send()
-    lines = bench.end()
-    assert bench.lines("stderr") == [f"[rank 0] at {i}" for i in range(6)]
-    assert percents([line for line in lines if "at" not in line]) == ["[rank 0] 100%"]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.01, 0.1, 0.4])
