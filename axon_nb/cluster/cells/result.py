@@ -12,7 +12,7 @@ import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol
 
 from axon_nb._version import RECORD_VERSION
 from axon_nb.cluster import rpc
@@ -20,7 +20,7 @@ from axon_nb.cluster.divergence import NumbersVerdict
 from axon_nb.cluster.failures import Failure, RankError, failure_place, next_commands
 from axon_nb.errors import CellError, CellInterrupt, CellTimeoutError, ClusterLostError, UsageError
 from axon_nb.host.shared_memory import SharedBlock, memfd_supported, split_parts
-from axon_nb.records.protocol.cells import CellEnd, Profile
+from axon_nb.records.protocol.cells import Profile
 from axon_nb.records.protocol.transfer import LastValue
 from axon_nb.records.ranks import format_ranks, name_ranks
 
@@ -117,25 +117,6 @@ class CellResult:
         lines += [f"rank {rank} failed: {error}" for rank, error in self.errors.items()]
         longest = max(self.seconds.values(), default=0.0)
         return "\n".join([f"CellResult of {name_ranks(self.seconds)}, {longest:.3g} s", *lines])
-
-
-class _Measurements(TypedDict):
-    cpu_seconds: Mapping[int, float]
-    repetitions: Mapping[int, Sequence[float]]
-    profiles: Mapping[int, Profile]
-
-
-def measurements(replies: Mapping[int, CellEnd]) -> _Measurements:
-    """Return the fields of `CellResult` that hold what ranks measured.
-
-    Args:
-        replies: What each rank's reply says about the cell.
-    """
-    return {
-        "cpu_seconds": {rank: end.cpu_seconds for rank, end in replies.items() if end.cpu_seconds is not None},
-        "repetitions": {rank: end.repetitions for rank, end in replies.items() if end.repetitions is not None},
-        "profiles": {rank: end.profile for rank, end in replies.items() if end.profile is not None},
-    }
 
 
 def cell_record(run: CellRun, failure: BaseException | None = None) -> dict[str, Any]:
