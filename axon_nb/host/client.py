@@ -252,17 +252,18 @@ def _connect(run_dir: RunDir, agent_pid: int | None) -> socket.socket:
             sock.close()
             started = agent_pid is None or not Path("/proc").is_dir() or Path(f"/proc/{agent_pid}").exists()
             if not started or agent_pid is None or time.monotonic() > deadline:
-                reason = _last_lines(run_dir.path / "log" / "agent.log") or str(error)
+                reason = last_lines(run_dir.path / "log" / "agent.log") or str(error)
                 raise StartError(f"The host agent in {run_dir.path} failed to start: {reason}") from None
         time.sleep(0.003)
 
 
-def _last_lines(log: Path) -> str:
+def last_lines(log: Path, count: int = 3) -> str:
+    """Return what a log ends with, as one line; empty if there is none."""
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError:
         return ""
-    return " | ".join(lines[-3:])
+    return " | ".join(lines[-count:])
 
 
 class AgentQuery:
