@@ -244,7 +244,7 @@ def join_world(connection: Connection, layout: Layout, settings: Settings, *, ti
     await_handshake(connection, ranks, timeout_s)
     described = ask(connection, dict.fromkeys(ranks, Describe()), within=_remaining(end))
     for rank, info in described.items():
-        if reason := refuse_join(rank, info.host, info.version):
+        if reason := refuse_join(f"Rank {rank} on {info.host}", info.version):
             raise StartError(reason)
     placements = place_ranks(layout, [described[rank] for rank in ranks], threads_per_rank=settings.threads)
     store = store_address(connection, {info.host for info in described.values()})
