@@ -17,7 +17,7 @@ from axon_nb.cluster.recovery.repair import repair
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.protocol import recovery as protocol
 from axon_nb.records.protocol.wire import RankCall
-from axon_nb.records.ranks import name_ranks
+from axon_nb.records.ranks import name_ranks, ranks_by
 from axon_nb.records.units import count_of
 
 if TYPE_CHECKING:
@@ -124,11 +124,7 @@ def restore_all(state: ClusterState, calls: Mapping[int, RankCall[list[str]]]) -
 
 def report_refused(refused: Mapping[int, Sequence[str]]) -> None:
     """Print which objects refused their state, once for ranks that say the same."""
-    ranks_by_line: dict[str, list[int]] = {}
-    for rank, lines in refused.items():
-        for line in lines:
-            ranks_by_line.setdefault(line, []).append(rank)
-    for line, ranks in ranks_by_line.items():
+    for line, ranks in ranks_by((line, rank) for rank, lines in refused.items() for line in lines).items():
         print(f"Not restored on {name_ranks(ranks)}: {line}")
 
 

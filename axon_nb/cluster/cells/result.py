@@ -22,7 +22,7 @@ from axon_nb.errors import CellError, CellInterrupt, CellTimeoutError, ClusterLo
 from axon_nb.host.shared_memory import SharedBlock, memfd_supported, split_parts
 from axon_nb.records.protocol.cells import Profile
 from axon_nb.records.protocol.transfer import LastValue
-from axon_nb.records.ranks import format_ranks, name_ranks
+from axon_nb.records.ranks import format_ranks, name_ranks, ranks_by
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cells.run import CellRun
@@ -173,11 +173,8 @@ def _cause(failure: Failure, cell: int | None, limit: int) -> dict[str, Any]:
 
 def _groups(ranks: Sequence[int], errors: Mapping[int, RankError], limit: int) -> list[dict[str, str]]:
     """Return what the ranks did; those that did the same share an entry."""
-    alike: dict[tuple[str, str], list[int]] = {}
-    for rank in ranks:
-        error = errors.get(rank)
-        key = ("finished", "") if error is None else (error.kind, _short(_words(error), limit))
-        alike.setdefault(key, []).append(rank)
+    did = {rank: (error.kind, _short(_words(error), limit)) for rank, error in errors.items()}
+    alike = ranks_by((did.get(rank, ("finished", "")), rank) for rank in ranks)
     entries = [
         {"ranks": _short(format_ranks(sharing), limit), "did": kind, "text": text}
         for (kind, text), sharing in list(alike.items())[:_MAX_GROUPS]
