@@ -42,7 +42,7 @@ def undo(state: ClusterState, count: int) -> str:
     """
     if count < 1:
         raise UsageError(f"%distributed undo takes a number of cells from 1; got {count}.")
-    raise_if_busy(state, "undo")
+    state.raise_if_busy("wait for it or interrupt it, then undo")
     state.health.ensure_available(state.ranks)
     with interrupts_deferred():
         answers: dict[int, protocol.Undoable] = ask(
@@ -67,12 +67,6 @@ def undo(state: ClusterState, count: int) -> str:
     which = ", ".join(f"In [{cell.cell}]" for cell in reversed(cells))
     have = "has" if len(targets) == 1 else "have"
     return f"Undid {which}: {name_ranks(targets)} {have} the state from before{unlike}."
-
-
-def raise_if_busy(state: ClusterState, command: str) -> None:
-    """Raise UsageError if a cell runs: only idle ranks can be asked for their state."""
-    if state.busy:
-        raise UsageError(f"A cell is running on {name_ranks(state.busy)}: wait for it or interrupt it, then {command}.")
 
 
 def _last_cells(answers: Mapping[int, protocol.Undoable], count: int) -> list[protocol.UndoableCell]:
@@ -157,7 +151,7 @@ class Trials:
             UsageError: one of them cannot; the cell must not run.
         """
         state = self._state
-        raise_if_busy(state, "try this cell")
+        state.raise_if_busy("wait for it or interrupt it, then try this cell")
         state.health.ensure_available(self._ranks)
         self._processes = [place.pid for place in state.rank_info]
         if self._is_kept:

@@ -158,8 +158,7 @@ class CellManager:
         state = self.state
         if not any(info.device.startswith("cuda") for info in state.rank_info):
             raise UsageError("%distributed pause gives back memory of GPUs, and these ranks compute on CPUs.")
-        if busy := state.busy:
-            raise UsageError(f"A cell is running on {name_ranks(busy)}: wait for it or interrupt it, then pause.")
+        state.raise_if_busy("wait for it or interrupt it, then pause")
         try:
             free = self.run(cell_source(Pause()), quiet=True).values
         finally:
