@@ -180,10 +180,10 @@ class Trials:
         """After a cell: restore the state, and replace ranks that died if the state outlives them."""
         state, health = self._state, self._state.health
         replaced = [rank for rank in self._ranks if state.rank_info[rank].pid != self._processes[rank]]
-        gone = [rank for rank in self._ranks if rank in replaced or rank in health.dead or rank in health.stuck]
-        why = f"{name_ranks(gone)} {'died' if {*gone} - {*health.stuck} else 'did not stop'}" if gone else ""
+        gone = [rank for rank in self._ranks if rank in replaced or rank in health.dead or rank in health.world.stuck]
+        why = f"{name_ranks(gone)} {'died' if {*gone} - {*health.world.stuck} else 'did not stop'}" if gone else ""
         if not self._is_kept:
-            able = [rank for rank in self._ranks if rank not in health.dead and rank not in health.stuck]
+            able = [rank for rank in self._ranks if rank not in health.dead and rank not in health.world.stuck]
             with interrupts_deferred():
                 report_refused(restore_all(state, dict.fromkeys(able, protocol.RestoreHeld(_KEY))))
             if unable := [rank for rank in self._ranks if rank not in able]:
