@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from axon_nb._version import __version__
 from axon_nb.errors import AxonError, UsageError
@@ -115,16 +116,13 @@ def _list_arguments(parser: CommandParser) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    if options.all:
-        from axon_nb.doctor.clusters import find_all, overview
+    from axon_nb.doctor.clusters import find_all, find_clusters, overview, table
 
-        everyone = find_all()
-        print(json.dumps([one.to_json() for one in everyone], indent=2) if options.json else overview(everyone))
+    clusters: Any = find_all() if options.all else find_clusters()
+    if options.json:
+        print(json.dumps([one.to_json() for one in clusters], indent=2))
     else:
-        from axon_nb.doctor.clusters import find_clusters, table
-
-        clusters = find_clusters()
-        print(json.dumps([one.to_json() for one in clusters], indent=2) if options.json else table(clusters))
+        print(overview(clusters) if options.all else table(clusters))
     return 0
 
 

@@ -65,10 +65,19 @@ def example_of(prog: str) -> str:
 
 
 class LineParser(CommandParser):
-    """An argument parser that raises UsageError with one sentence instead of exiting."""
+    """An argument parser that raises UsageError with one sentence instead of exiting.
 
-    def __init__(self, prog: str, description: str) -> None:
+    Args:
+        prog: The magic, or the command such as ``%distributed start``.
+        description: A sentence.
+        argument: The names of its only argument, as for `add_argument`; empty: others are added.
+        **options: Those of that argument.
+    """
+
+    def __init__(self, prog: str, description: str, *argument: str, **options: Any) -> None:
         super().__init__(prog=prog, description=description, add_help=False, allow_abbrev=False, exit_on_error=False)
+        if argument:
+            self.add_argument(*argument, **options)
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
@@ -128,7 +137,8 @@ def parse(parser: LineParser, line: str | Sequence[str]) -> argparse.Namespace |
     try:
         values, unknown = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
-        raise UsageError(f"{parser.prog}: {_prefix(error.argument_name)}{error.message}.") from None
+        name = f"{error.argument_name}: " if error.argument_name else ""
+        raise UsageError(f"{parser.prog}: {name}{error.message}.") from None
     if unknown:
         raise UsageError(f"{parser.prog} has no {unknown[0]!r}{nearest_option(unknown[0], parser.options())}")
     return values
@@ -140,7 +150,3 @@ def _split(line: str) -> list[str]:
     if len(words) != len(as_written):
         return words
     return [text if _EXPRESSION.match(text) else word for word, text in zip(words, as_written, strict=True)]
-
-
-def _prefix(name: Any) -> str:
-    return f"{name}: " if name else ""

@@ -127,47 +127,29 @@ def add_measures(parser: LineParser) -> None:
     )
 
 
-class Measures(Struct, frozen=True):
-    """What to measure while one cell runs."""
-
-    time: bool
-    repeat: int
-    """How often the cell runs; 0: once, without showing the times."""
-    profiled: Sequence[int]
-    """The ranks to profile."""
-    folder: Path
-    """The folder for traces."""
-
-    def measurement(self) -> Measurement:
-        """Return the options to send to the ranks."""
-        return Measurement(self.time, self.repeat, tuple(self.profiled), str(self.folder) if self.profiled else "")
-
-    def show(self, result: CellResult) -> None:
-        """Show the measurements."""
-        if self.repeat:
-            print("\n".join(repeat_lines(result.repetitions)))
-        if self.time:
-            print("\n".join(time_lines(result.seconds, result.cpu_seconds)))
-        if result.profiles:
-            self._show_profiles(result.profiles)
-        if (numbers := result.numbers) is not None and numbers.finding is not None:
-            from axon_nb.widgets.reports import divergence_bundle
-
-            display(divergence_bundle(numbers), raw=True)
-        elif numbers is not None and numbers.steps:
-            print(numbers)
-
-    def _show_profiles(self, profiles: Mapping[int, Profile]) -> None:
-        display(profile_frame(profiles))
-        for rank, profile in profiles.items():
+def show_measured(measured: Measurement, result: CellResult) -> None:
+    """Show what was to be measured of a cell."""
+    if measured.repeat:
+        print("\n".join(repeat_lines(result.repetitions)))
+    if measured.is_timed:
+        print("\n".join(time_lines(result.seconds, result.cpu_seconds)))
+    if result.profiles:
+        display(profile_frame(result.profiles))
+        for rank, profile in result.profiles.items():
             print(f"rank {rank}: {profile.trace}")
         print(
-            f"Open a trace in chrome://tracing or ui.perfetto.dev, or all with `tensorboard --logdir {self.folder}` "
-            "(with the plugin torch-tb-profiler)."
+            "Open a trace in chrome://tracing or ui.perfetto.dev, or all with "
+            f"`tensorboard --logdir {measured.folder}` (with the plugin torch-tb-profiler)."
         )
+    if (numbers := result.numbers) is not None and numbers.finding is not None:
+        from axon_nb.widgets.reports import divergence_bundle
+
+        display(divergence_bundle(numbers), raw=True)
+    elif numbers is not None and numbers.steps:
+        print(numbers)
 
 
-def read_measures(options: argparse.Namespace, ranks: Sequence[int], cell: int) -> Measures:
+def read_measures(options: argparse.Namespace, ranks: Sequence[int], cell: int) -> Measurement:
     """Read what to measure from a magic's options.
 
     Args:
@@ -183,10 +165,8 @@ def read_measures(options: argparse.Namespace, ranks: Sequence[int], cell: int) 
         profiled = resolve_ranks(options.profile, max(ranks) + 1) if options.profile else list(ranks)
         if outside := sorted(set(profiled) - set(ranks)):
             raise UsageError(f"--profile {options.profile}: rank {outside[0]} does not run this cell.")
-    folder = Path()
-    if profiled:
-        folder = Path.cwd() / _FOLDER / f"cell-{cell}-{dt.datetime.now():%Y%m%d-%H%M%S}"
-    return Measures(bool(options.time), int(options.repeat), profiled, folder)
+    folder = Path.cwd() / _FOLDER / f"cell-{cell}-{dt.datetime.now():%Y%m%d-%H%M%S}" if profiled else ""
+    return Measurement(options.time, options.repeat, tuple(profiled), str(folder))
 
 
 def add_pauses(parser: LineParser) -> None:
@@ -313,7 +293,7 @@ class _Request(Struct, frozen=True):
     code: str
     given: argparse.Namespace
     """The options of the magic."""
-    measures: Measures
+    measurement: Measurement
     runs: CellRuns | None
     options: dict[str, Any]
     """The keyword arguments of `Cluster.run`, `run_async` and `run_noblock`."""
@@ -421,7 +401,7 @@ class CellMagics(Magics):
             cell_code.check(code, name=f"Cell In[{number}]")  # do not start ranks for a cell with a syntax error
         cluster = _cluster()
         ranks = resolve_ranks(options.ranks, cluster.world_size)
-        measures = read_measures(options, ranks, number)
+        measurement = read_measures(options, ranks, number)
         if plain:
             where = f"On {name_ranks(ranks)}"
             print(f"{where} (`%distributed auto on`; a `%%local` cell runs in the notebook):", flush=True)
@@ -429,7 +409,7 @@ class CellMagics(Magics):
             cluster=cluster,
             code=code,
             given=options,
-            measures=measures,
+            measurement=measurement,
             runs=read_runs(options),
             options={
                 "ranks": ranks,
@@ -440,7 +420,7 @@ class CellMagics(Magics):
                 "show_value": True,
                 "restores": options.restores,
                 "exclusive": not options.noblock,
-                "measurement": measures.measurement(),
+                "measurement": measurement,
                 **read_pauses(self.shell, options),
             },
         )
@@ -458,7 +438,7 @@ class CellMagics(Magics):
             run = _Run(views.watch if views is not None else None)
             yield run
         result = replace(run.result, views=views)
-        request.measures.show(result)
+        show_measured(request.measurement, result)
         self._attach_record(result.to_dict())
         if request.given.out:
             self.shell.user_ns[request.given.out] = result

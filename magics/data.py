@@ -15,43 +15,24 @@ from axon_nb.magics.arguments import LineParser, command
 from axon_nb.records.ranks import resolve_ranks
 
 
-def _parser(prog: str, description: str, *, dim: bool = False) -> LineParser:
+def _parser(
+    prog: str, description: str, *, dim: bool = False, fetches: bool = False, shards: bool = False, as_is: bool = False
+) -> LineParser:
     parser = LineParser(prog, description)
     parser.add_argument("names", nargs="+", metavar="NAME")
     parser.add_argument("--ranks", default=None, help="which ranks: 0 or 0,2-3 (default: all)")
     if dim:
         parser.add_argument("--dim", type=int, default=0, help="dimension of tensors and arrays (default: 0)")
-    return parser
-
-
-def _fetch_parser(prog: str, description: str, *, dim: bool = False) -> LineParser:
-    parser = _parser(prog, description, dim=dim)
-    parser.add_argument("--as", dest="target", default=None, metavar="NAME", help="bind the value to this name")
-    parser.add_argument("--force", action="store_true", help="overwrite a variable of the notebook")
-    parser.add_argument("--numpy", action="store_true", help="return tensors as NumPy arrays")
-    return parser
-
-
-def _push_parser() -> LineParser:
-    return _add_as_is(_parser("%push", "Send notebook variables to ranks."))
-
-
-def _scatter_parser() -> LineParser:
-    return _parser("%scatter", "Split notebook variables, one part per rank.", dim=True)
-
-
-def _pull_parser() -> LineParser:
-    parser = _fetch_parser("%pull", "Fetch variables from ranks.")
-    parser.add_argument("--shards", action="store_true", help="fetch distributed tensors as each rank's shard")
-    return _add_as_is(parser)
-
-
-def _gather_parser() -> LineParser:
-    return _fetch_parser("%gather", "Fetch variables and join them.", dim=True)
-
-
-def _add_as_is(parser: LineParser) -> LineParser:
-    parser.add_argument("--as-is", action="store_true", help="keep arrays on a GPU, such as CuPy's, instead of NumPy's")
+    if fetches:
+        parser.add_argument("--as", dest="target", default=None, metavar="NAME", help="bind the value to this name")
+        parser.add_argument("--force", action="store_true", help="overwrite a variable of the notebook")
+        parser.add_argument("--numpy", action="store_true", help="return tensors as NumPy arrays")
+    if shards:
+        parser.add_argument("--shards", action="store_true", help="fetch distributed tensors as each rank's shard")
+    if as_is:
+        parser.add_argument(
+            "--as-is", action="store_true", help="keep arrays on a GPU, such as CuPy's, instead of NumPy's"
+        )
     return parser
 
 
@@ -60,7 +41,7 @@ class DataMagics(Magics):
     """Moves variables between the notebook and ranks."""
 
     @line_magic
-    @command(_push_parser)
+    @command(lambda: _parser("%push", "Send notebook variables to ranks.", as_is=True))
     def push(self, options: argparse.Namespace) -> None:
         """Send notebook variables to ranks: `%push x y [--ranks 0,2-3] [--as-is]`.
 
@@ -70,7 +51,7 @@ class DataMagics(Magics):
         clusters.require("%push").push(variables, ranks=options.ranks, as_is=options.as_is)
 
     @line_magic
-    @command(_scatter_parser)
+    @command(lambda: _parser("%scatter", "Split notebook variables, one part per rank.", dim=True))
     def scatter(self, options: argparse.Namespace) -> None:
         """Split notebook variables, one part per rank: `%scatter x [--ranks R] [--dim 0]`.
 
@@ -80,7 +61,7 @@ class DataMagics(Magics):
         clusters.require("%scatter").scatter(variables, ranks=options.ranks, dim=options.dim)
 
     @line_magic
-    @command(_pull_parser)
+    @command(lambda: _parser("%pull", "Fetch variables from ranks.", fetches=True, shards=True, as_is=True))
     def pull(self, options: argparse.Namespace) -> None:
         """Fetch variables from ranks: `%pull x [--ranks R] [--as NAME] [--force] [--shards] [--numpy] [--as-is]`.
 
@@ -100,7 +81,7 @@ class DataMagics(Magics):
         self._bind(options, fetch)
 
     @line_magic
-    @command(_gather_parser)
+    @command(lambda: _parser("%gather", "Fetch variables and join them.", dim=True, fetches=True))
     def gather(self, options: argparse.Namespace) -> None:
         """Fetch variables and join the ranks' parts: `%gather x [--ranks R] [--dim 0] [--as NAME] [--force] [--numpy]`.
 

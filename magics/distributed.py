@@ -113,11 +113,7 @@ def _debug(options: argparse.Namespace) -> None:
         print(text, end="")
 
 
-def _pause_parser() -> LineParser:
-    return LineParser("%distributed pause", "Give back the GPU memory that torch and NCCL keep for later.")
-
-
-@command(_pause_parser)
+@command(lambda: LineParser("%distributed pause", "Give back the GPU memory that torch and NCCL keep for later."))
 def _pause(options: argparse.Namespace) -> None:
     """Give back the GPU memory that idle ranks keep for later: `%distributed pause`."""
     print(clusters.require("%distributed pause").cells.pause())

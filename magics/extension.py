@@ -25,7 +25,6 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -88,8 +87,6 @@ Match = tuple[str, list[str], str]
 _MAX_LOAD_PER_CORE = 3.0
 """With a higher load average of the last minute, per core, the machine counts as overloaded."""
 _SIDE_REQUESTS = ("comm_info_request", "complete_request", "inspect_request", "kernel_info_request")
-_is_side_request: ContextVar[bool] = ContextVar("axon_nb_is_side_request", default=False)
-"""Whether the current request is answered while a cell runs."""
 _COMMS = ("comm_open", "comm_msg", "comm_close")
 _COLORS = re.compile(r"\x1b\[[\d;]*m")
 
@@ -299,10 +296,6 @@ class NameRefresh:
             cluster.completion.refresh()
 
 
-def _thread(kernel: Any) -> Any:
-    return getattr(kernel, "shell_channel_thread", None)
-
-
 class RequestHandler:
     """Answers the front end's requests to one kernel.
 
@@ -315,12 +308,7 @@ class RequestHandler:
         self._kernel = kernel
         self._session = session
         self._inspect: Any = getattr(kernel, "do_inspect", None)
-        self._kernel_set_parent: Any = getattr(kernel, "set_parent", None)
-        self.answers_during_cells = False
-        """Whether it also answers while a cell runs."""
-        self._side: SideRequests | None = None
-        self._cell: dict[str, Any] = {}
-        """The message of the last cell."""
+        self._side = SideRequests(kernel, self._waits_for_ranks)
 
     def install(self) -> None:
         """Install the hooks that the kernel has; call it on the main thread."""
@@ -328,32 +316,14 @@ class RequestHandler:
             self._kernel.do_inspect = self._do_inspect
         if not missing_hooks("front_end.metadata", kernel=self._kernel):
             self._kernel.finish_metadata = self._finish_metadata
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and not hook("front_end.requests").is_used:
-            self._install_side_requests()
-        elif is_main and not missing_hooks("front_end.requests", kernel=self._kernel):
-            self.answers_during_cells = True
-            self._on_cell_start()  # the cell that runs `install`
-            self._kernel.set_parent = self._set_parent
-            self._kernel.shell.events.register("pre_execute", self._on_cell_start)
-            self._kernel.shell_channel_thread.manager.set_on_recv_callback(self._shell_main)
-
-    def _install_side_requests(self) -> None:
-        """Answer while a cell runs on kernels that hold back widgets' messages, too."""
-        self._side = SideRequests(self._kernel, self._waits_for_ranks, _is_side)
-        if not self._side.install():
-            self._side = None
+        if threading.current_thread() is threading.main_thread():
+            self._side.install()
 
     def uninstall(self) -> None:
         """Remove the hooks."""
         vars(self._kernel).pop("do_inspect", None)
         vars(self._kernel).pop("finish_metadata", None)
-        if self._side is not None:
-            self._side.uninstall()
-        if self.answers_during_cells:
-            del self._kernel.set_parent
-            self._kernel.shell.events.unregister("pre_execute", self._on_cell_start)
-            self._kernel.shell_channel_thread.manager.set_on_recv_callback(self._kernel.shell_main)
+        self._side.uninstall()
 
     def _finish_metadata(self, parent: dict[str, Any], metadata: dict[str, Any], reply: Any) -> dict[str, Any]:
         """Add the record of the cell to the reply's metadata: a message of its own would cost more than the rest."""
@@ -379,53 +349,9 @@ class RequestHandler:
         reply: dict[str, Any] = self._inspect(code, cursor_pos, detail_level, omit_sections)
         return reply
 
-    async def _shell_main(self, subshell_id: str | None, msg: Any) -> None:
-        kernel = self._kernel
-        if subshell_id is not None or not kernel._main_asyncio_lock.locked() or not self._waits_for_ranks():
-            await kernel.shell_main(subshell_id, msg)
-            return
-        header = self._header(msg)
-        kind = header.get("msg_type")
-        if not _is_side(kind):
-            await kernel.shell_main(subshell_id, msg)
-            return
-        # As `shell_main` does for widgets' messages. The front end waits for "idle"; "busy" then says that the cell
-        # is still running.
-        context = copy_context()
-        context.run(_is_side_request.set, True)
-        dispatch = kernel.dispatch_shell(msg, subshell_id=subshell_id, concurrent=True)
-        await asyncio.create_task(dispatch, context=context)
-        kernel._publish_status("idle", "shell", parent={"header": header})
-        if kernel._main_asyncio_lock.locked():  # else the cell has finished meanwhile and published its last "idle"
-            kernel._publish_status("busy", "shell", parent=self._cell)
-
-    def _set_parent(self, ident: Any, parent: dict[str, Any], channel: str = "shell") -> None:
-        # Only in this context: what other threads of the notebook show meanwhile belongs to the cell.
-        if _is_side_request.get():
-            self._kernel._shell_parent_ident.set(ident)
-            self._kernel._shell_parent.set(parent)
-        else:
-            self._kernel_set_parent(ident, parent, channel)
-
     def _waits_for_ranks(self) -> bool:
         cluster = self._session.cluster
         return cluster is not None and bool(cluster.busy)
-
-    def _on_cell_start(self) -> None:
-        self._cell = self._kernel.get_parent("shell")
-
-    def _header(self, msg: Any) -> dict[str, Any]:
-        session = self._kernel.session
-        try:
-            _, frames = session.feed_identities(msg, copy=False)
-            header: dict[str, Any] = session.deserialize(frames, content=False, copy=False)["header"]
-        except Exception:  # ipykernel reports it
-            return {}
-        return header
-
-
-def _is_side(kind: str | None) -> bool:
-    return kind in _SIDE_REQUESTS and not (kind == "kernel_info_request" and _is_overloaded())
 
 
 def _is_overloaded() -> bool:
@@ -456,36 +382,42 @@ class SideRequests:
     Args:
         kernel: The kernel of this process.
         waits_for_ranks: Whether the running cell waits for ranks.
-        answers: Whether to answer requests of this type, besides those of widgets.
     """
 
-    def __init__(self, kernel: Any, waits_for_ranks: Callable[[], bool], answers: Callable[[str], bool]) -> None:
+    def __init__(self, kernel: Any, waits_for_ranks: Callable[[], bool]) -> None:
         self._kernel = kernel
         self._waits_for_ranks = waits_for_ranks
-        self._answers = answers
         self._tasks: set[asyncio.Task[None]] = set()
-        self._manager: Any = None
-        """Of ipykernel 7, which calls back for each message; None: ipykernel 6, whose stream does."""
+        self._hook = ""
+        """The hook into this ipykernel; empty: it has none, or nothing is installed."""
+        self._cell: dict[str, Any] = {}
+        """The message of the last cell."""
 
-    def install(self) -> bool:
-        """Install it and return True, if the kernel has what it needs; call it on the main thread."""
+    def install(self) -> None:
+        """Install it if the kernel has what it needs; call it on the main thread."""
         kernel = self._kernel
-        if hook("front_end.lock").is_used and not missing_hooks("front_end.lock", kernel=kernel):
-            self._manager = kernel.shell_channel_thread.manager
-            self._manager.set_on_recv_callback(self._receive)
-        elif hook("front_end.queue").is_used and not missing_hooks("front_end.queue", kernel=kernel):
+        hooks = [group for group in ("front_end.requests", "front_end.lock", "front_end.queue") if hook(group).is_used]
+        self._hook = next((group for group in hooks if not missing_hooks(group, kernel=kernel)), "")
+        if self._hook:
+            self._on_cell_start()  # the cell that runs `install`
+            kernel.shell.events.register("pre_execute", self._on_cell_start)
+        if self._hook == "front_end.queue":
             kernel.shell_stream.on_recv(self._enqueue, copy=False)
-        else:
-            return False
-        return True
+        elif self._hook:
+            kernel.shell_channel_thread.manager.set_on_recv_callback(self._receive)
 
     def uninstall(self) -> None:
         """Undo `install`."""
-        kernel = self._kernel
-        if self._manager is not None:
-            self._manager.set_on_recv_callback(kernel.shell_main)
-        else:
+        kernel, installed, self._hook = self._kernel, self._hook, ""
+        if installed:
+            kernel.shell.events.unregister("pre_execute", self._on_cell_start)
+        if installed == "front_end.queue":
             kernel.shell_stream.on_recv(partial(kernel.schedule_dispatch, kernel.dispatch_shell), copy=False)
+        elif installed:
+            kernel.shell_channel_thread.manager.set_on_recv_callback(kernel.shell_main)
+
+    def _on_cell_start(self) -> None:
+        self._cell = self._kernel.get_parent("shell")
 
     def _enqueue(self, frames: list[Any]) -> None:
         if not self._takes(frames):
@@ -499,10 +431,15 @@ class SideRequests:
         if subshell_id is not None or not self._takes(frames):
             await self._kernel.shell_main(subshell_id, frames)
             return
-        await self._answer(frames, self._manager.get_subshell_to_shell_channel_socket(None))
+        manager = self._kernel.shell_channel_thread.manager
+        await self._answer(frames, manager.get_subshell_to_shell_channel_socket(None))
+
+    def _is_cell_running(self) -> bool:
+        is_handling = self._hook != "front_end.requests" or self._kernel._main_asyncio_lock.locked()
+        return is_handling and self._waits_for_ranks()
 
     def _takes(self, frames: list[Any]) -> bool:
-        if not self._waits_for_ranks():
+        if not self._is_cell_running():
             return False
         session = self._kernel.session
         try:
@@ -510,7 +447,10 @@ class SideRequests:
             kind = session.deserialize(parts, content=False, copy=False)["header"]["msg_type"]
         except Exception:  # ipykernel reports it
             return False
-        return kind in _COMMS or self._answers(kind)
+        if kind == "kernel_info_request" and _is_overloaded():
+            return False
+        # Newer kernels let widgets' messages through by themselves.
+        return kind in _SIDE_REQUESTS or (kind in _COMMS and self._hook != "front_end.requests")
 
     async def _answer(self, frames: list[Any], stream: Any) -> None:
         kernel = self._kernel
@@ -525,5 +465,5 @@ class SideRequests:
             kernel.log.error("Exception in message handler:", exc_info=True)
         # The front end waits for "idle"; "busy" then says that the cell is still running.
         kernel._publish_status("idle", "shell", parent=message)
-        if self._waits_for_ranks():
-            kernel._publish_status("busy", "shell")
+        if self._is_cell_running():  # else the cell has finished meanwhile, and its last "idle" is published
+            kernel._publish_status("busy", "shell", parent=self._cell)

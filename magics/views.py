@@ -25,12 +25,6 @@ def _shards_parser() -> LineParser:
     return parser
 
 
-def _inside_parser() -> LineParser:
-    parser = LineParser("%inside", "Show what axon_nb.inside has recorded.")
-    parser.add_argument("name", metavar="NAME")
-    return parser
-
-
 @magics_class
 class ViewMagics(Magics):
     """Views of a cluster."""
@@ -50,7 +44,7 @@ class ViewMagics(Magics):
         show_shards(cluster, options.names, gradients=options.gradients)
 
     @line_magic
-    @command(_inside_parser)
+    @command(lambda: LineParser("%inside", "Show what axon_nb.inside has recorded.", "name", metavar="NAME"))
     def inside(self, options: argparse.Namespace) -> None:
         """Show what `axon_nb.inside` has recorded: `%inside seen`; norms, attention maps, what a logit lens reads.
 
@@ -62,12 +56,6 @@ class ViewMagics(Magics):
         from axon_nb.widgets.open import show_inside
 
         show_inside(cluster, options.name)
-
-
-def _memory_parser() -> LineParser:
-    parser = LineParser("%memory", "Show what each rank's memory holds.")
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    return parser
 
 
 @magics_class
@@ -89,7 +77,7 @@ class JobViewMagics(Magics):
         show_watch(cluster)
 
     @line_magic
-    @command(_memory_parser)
+    @command(lambda: LineParser("%memory", "Show what each rank's memory holds.", "names", nargs="*", metavar="NAME"))
     def memory(self, options: argparse.Namespace) -> None:
         """Show what each rank's memory holds: `%memory [model optimizer …]`; default: everything that variables hold.
 

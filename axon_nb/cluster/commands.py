@@ -20,7 +20,7 @@ from axon_nb.errors import UsageError
 from axon_nb.host.run_dir import list_run_dirs
 from axon_nb.records.protocol.cells import CellReport, CellsRequest, NamesRequest
 from axon_nb.records.protocol.inspection import WaitsReply, WaitsRequest
-from axon_nb.records.ranks import format_ranks, name_ranks
+from axon_nb.records.ranks import format_ranks, name_ranks, ranks_by
 from axon_nb.records.waits import describe_silent_ranks, describe_slow_ranks, explain_deadlock, missing_ranks
 
 if TYPE_CHECKING:
@@ -269,9 +269,7 @@ def folded(values: Mapping[int, Any], name: str) -> list[dict[str, Any]]:
         values: Plain JSON values by rank.
         name: The value's key in an entry.
     """
-    sharing: dict[str, list[int]] = {}
-    for rank, value in sorted(values.items()):
-        sharing.setdefault(json.dumps(value, sort_keys=True, default=str), []).append(rank)
+    sharing = ranks_by((json.dumps(values[rank], sort_keys=True, default=str), rank) for rank in sorted(values))
     return [{"ranks": format_ranks(ranks), name: values[ranks[0]]} for ranks in sharing.values()]
 
 

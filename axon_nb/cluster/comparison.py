@@ -186,7 +186,7 @@ def verdict(comparison: Comparison, replicas: int = 1) -> Verdict:
     rows = []
     for entry, of_entry in zip(comparison.entries, judged, strict=True):
         total, wrong = counts.get(_WHAT[entry.kind], (0, 0))
-        counts[_WHAT[entry.kind]] = total + 1, wrong + any(not one.is_ok for one in of_entry.values())
+        counts[_WHAT[entry.kind]] = total + 1, wrong + bool(_wrong(of_entry))
         for rank, one in of_entry.items():
             norm = one.error / one.relative if one.relative else 0.0
             rows.append((entry.name, entry.kind, entry.call, rank, one.relative, one.allowed / norm if norm else 0.0))
@@ -209,7 +209,7 @@ def _other_mode(comparison: Comparison) -> Finding | None:
 def _first(comparison: Comparison, judged: Sequence[Mapping[int, Judged]], scales: Scales) -> Finding | None:
     pending: int | None = None
     for at, (entry, of_entry) in enumerate(zip(comparison.entries, judged, strict=True)):
-        if all(one.is_ok for one in of_entry.values()):
+        if not _wrong(of_entry):
             if entry.kind not in ("start", "mask", "gradient", "weight"):
                 pending = None  # what was a term is summed by now
             continue
@@ -248,8 +248,13 @@ def _judge_mask(entry: Entry) -> dict[int, Judged]:
     return judged
 
 
+def _wrong(judged: Mapping[int, Judged]) -> list[int]:
+    """Return the ranks whose error is not allowed."""
+    return [rank for rank, one in judged.items() if not one.is_ok]
+
+
 def _finding(entry: Entry, judged: Mapping[int, Judged], cause: Cause | None) -> Finding:
-    wrong = [rank for rank, one in judged.items() if not one.is_ok]
+    wrong = _wrong(judged)
     worst = judged[max(wrong, key=lambda rank: judged[rank].error)]
     norm = worst.error / worst.relative if worst.relative else 1.0
     phase = (
@@ -315,7 +320,7 @@ def _adds_up(entry: Entry, group: Sequence[int], judged: Mapping[int, Judged], s
 
 def cause_of(entry: Entry, judged: Mapping[int, Judged], comparison: Comparison, scales: Scales) -> Cause | None:
     """Return the usual cause that explains the first difference; None: none does."""
-    wrong = [rank for rank, one in judged.items() if not one.is_ok]
+    wrong = _wrong(judged)
     if entry.kind == "start":
         return "out of sync", (
             f"{name_ranks(wrong).capitalize()} had other values than rank 0 before the cell: run `%distributed sync`, "
@@ -336,7 +341,7 @@ def cause_of(entry: Entry, judged: Mapping[int, Judged], comparison: Comparison,
 
 
 def _of_activation(entry: Entry, judged: Mapping[int, Judged], comparison: Comparison, scales: Scales) -> Cause | None:
-    wrong = [rank for rank, one in judged.items() if not one.is_ok]
+    wrong = _wrong(judged)
     if entry.kind == "input" and not entry.name:
         return "other batch", (
             "The model's input is not a part of the global batch: the ranks change it as one rank does not, or "
@@ -370,7 +375,7 @@ def _added_bias(entry: Entry, judged: Mapping[int, Judged], wrong: Sequence[int]
     for rank in wrong:
         if rank not in biases or not biases[rank].norm:
             return None
-        extra = [a - b for a, b in zip(entry.ranks[rank].projections, entry.reference[rank].projections, strict=True)]
+        extra = _difference(entry.ranks[rank], entry.reference[rank])
         factor = ratio_of(extra, biases[rank].projections)
         left = distance(extra, [round(factor) * value for value in biases[rank].projections])
         if left > _LOOSE * judged[rank].allowed or round(factor) in (0, *range(-99, -1)):
@@ -393,14 +398,20 @@ def _counted(
             computed[rank], meant[rank] = [a for a, _ in vectors], [b for _, b in vectors]
         if (factor := _common_factor(computed, meant, judged)) is not None:
             break
-    else:
-        return None
-    for size in _sizes(comparison):
-        if math.isclose(factor, size, rel_tol=0.02):
-            return "doubled all-reduce", f"It is {size} times too large: it is summed over {size} ranks once too often."
-        if math.isclose(factor, 1 / size, rel_tol=0.02):
-            return _SCALED, f"It is {size} times too small: it is divided by {size} once too often."
-    return None
+    times, too_small = _multiple(factor, comparison)
+    if times:
+        return "doubled all-reduce", f"It is {times} times too large: it is summed over {times} ranks once too often."
+    return too_small
+
+
+def _multiple(factor: float | None, comparison: Comparison) -> tuple[int, Cause | None]:
+    """Return the number of ranks of which something is a multiple, or 0, and the cause if it is a part instead."""
+    for size in _sizes(comparison) if factor is not None else ():
+        if math.isclose(factor or 0.0, size, rel_tol=0.02):
+            return size, None
+        if math.isclose(factor or 0.0, 1 / size, rel_tol=0.02):
+            return 0, (_SCALED, f"It is {size} times too small: it is divided by {size} once too often.")
+    return 0, None
 
 
 def _common_factor(
@@ -414,7 +425,7 @@ def _common_factor(
         if left > _LOOSE * judged[rank].allowed * max(1.0, abs(factor)):
             return None
         factors.append(factor)
-    if not factors or max(factors) - min(factors) > 0.02 * max(map(abs, factors)):
+    if not factors or max(factors) - min(factors) > 0.02 * max(1e-9, *map(abs, factors)):
         return None
     return factors[0]
 
@@ -428,7 +439,7 @@ def _sizes(comparison: Comparison) -> list[int]:
 
 
 def _of_gradient(entry: Entry, judged: Mapping[int, Judged], comparison: Comparison, scales: Scales) -> Cause | None:
-    wrong = [rank for rank, one in judged.items() if not one.is_ok]
+    wrong = _wrong(judged)
     if not any(entry.ranks[rank].norm for rank in wrong):
         return "no gradient", (
             f"{name_ranks(wrong).capitalize()} got no gradient: backward does not reach the parameter, or its "
@@ -455,15 +466,13 @@ def _of_gradient(entry: Entry, judged: Mapping[int, Judged], comparison: Compari
         {rank: entry.reference[rank].projections for rank in wrong},
         judged,
     )
-    for size in _sizes(comparison) if factor is not None else ():
-        if math.isclose(factor or 0.0, size, rel_tol=0.02):
-            return _SCALED, (
-                f"It is {size} times too large: it is summed over {size} ranks where the mean is meant, or the loss is "
-                f"multiplied by {size}."
-            )
-        if math.isclose(factor or 0.0, 1 / size, rel_tol=0.02):
-            return _SCALED, f"It is {size} times too small: it is divided by {size} once too often."
-    return None
+    times, too_small = _multiple(factor, comparison)
+    if times:
+        return _SCALED, (
+            f"It is {times} times too large: it is summed over {times} ranks where the mean is meant, or the loss is "
+            f"multiplied by {times}."
+        )
+    return too_small
 
 
 def _clipped(entry: Entry, comparison: Comparison) -> Cause | None:
@@ -473,28 +482,22 @@ def _clipped(entry: Entry, comparison: Comparison) -> Cause | None:
     wanted = norm_of(whole.values())
     factors: dict[int, list[float]] = defaultdict(list)
     local: dict[int, list[Digest]] = defaultdict(list)
+    references: dict[int, list[Digest]] = defaultdict(list)
     for one in step:
         for rank, digest in one.ranks.items():
             local[rank].append(digest)
+            references[rank].append(one.reference[rank])
             if one.reference[rank].norm > 1e-3 * wanted:
                 factors[rank].append(ratio_of(digest.projections, one.reference[rank].projections))
     is_constant = all(max(values) - min(values) < 0.02 * max(map(abs, values)) for values in factors.values() if values)
     alike = [rank for rank, digests in local.items() if math.isclose(norm_of(digests), wanted, rel_tol=0.01)]
-    is_split = any(norm_of(digests) < 0.99 * wanted for digests in _references(step).values())
+    is_split = any(norm_of(digests) < 0.99 * wanted for digests in references.values())
     if is_constant and is_split and alike and any(abs(values[0] - 1) > 0.02 for values in factors.values() if values):
         return "local clipping", (
             f"{name_ranks(alike).capitalize()} clipped by the norm of their own part: take the norm over all ranks, "
             "such as with `axon_nb.parallel.clip_grad_norm`."
         )
     return None
-
-
-def _references(step: Sequence[Entry]) -> dict[int, list[Digest]]:
-    by_rank: dict[int, list[Digest]] = defaultdict(list)
-    for one in step:
-        for rank, digest in one.reference.items():
-            by_rank[rank].append(digest)
-    return by_rank
 
 
 def _mean_of_means(comparison: Comparison, scales: Scales) -> Cause | None:
@@ -521,28 +524,24 @@ def _of_weight(entry: Entry, judged: Mapping[int, Judged], comparison: Compariso
 
 def _of_update(entry: Entry, judged: Mapping[int, Judged], comparison: Comparison) -> Cause | None:
     start = next((one for one in comparison.entries if one.kind == "start" and one.name == entry.name), None)
-    wrong = [rank for rank, one in judged.items() if not one.is_ok]
-    if start is None or entry.call:
+    wrong = _wrong(judged)
+    if start is None or entry.call or not start.ranks.keys() >= {*wrong}:
         return None
-    factors = []
-    for rank in wrong:
-        if rank not in start.ranks:
-            return None
-        moved = [a - b for a, b in zip(entry.ranks[rank].projections, start.ranks[rank].projections, strict=True)]
-        before = start.reference[rank].projections
-        meant = [a - b for a, b in zip(entry.reference[rank].projections, before, strict=True)]
-        factor = ratio_of(moved, meant)
-        if distance(moved, [factor * value for value in meant]) > _LOOSE * judged[rank].allowed * max(1.0, abs(factor)):
-            return None
-        factors.append(factor)
-    if max(factors) - min(factors) > 0.02 * max(1e-9, *map(abs, factors)):
+    moved = {rank: _difference(entry.ranks[rank], start.ranks[rank]) for rank in wrong}
+    meant = {rank: _difference(entry.reference[rank], start.reference[rank]) for rank in wrong}
+    if (factor := _common_factor(moved, meant, judged)) is None:
         return None
-    if abs(factors[0]) < 0.01:
+    if abs(factor) < 0.01:
         return _NOT_UPDATED, f"{name_ranks(wrong).capitalize()} did not change it: their optimizer does not move it."
-    for size in _sizes(comparison):
-        if math.isclose(factors[0], size, rel_tol=0.02):
-            return _SCALED, f"Its update is {size} times too large: the learning rate is multiplied by {size}."
+    times, _ = _multiple(factor, comparison)
+    if times:
+        return _SCALED, f"Its update is {times} times too large: the learning rate is multiplied by {times}."
     return None
+
+
+def _difference(one: Digest, other: Digest) -> list[float]:
+    """Return the projections of the difference of two tensors."""
+    return [a - b for a, b in zip(one.projections, other.projections, strict=True)]
 
 
 class Judged(Struct, frozen=True):

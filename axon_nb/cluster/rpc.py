@@ -35,7 +35,7 @@ from axon_nb.records.protocol import wire
 from axon_nb.records.protocol.cells import execute_content
 from axon_nb.records.protocol.inspection import TelemetryEvent, WaitsRequest
 from axon_nb.records.protocol.recovery import DirectRequest
-from axon_nb.records.ranks import name_ranks
+from axon_nb.records.ranks import name_ranks, ranks_by
 from axon_nb.records.waits import RankWaits
 
 R = TypeVar("R")
@@ -460,13 +460,10 @@ class Replies(dict[int, R]):
 
     def missing(self, ranks: Iterable[int]) -> list[str]:
         """Return a sentence for each reason for which some of `ranks` neither replied nor refused."""
-        ranks_by_reason: dict[str, list[int]] = {}
-        for rank in ranks:
-            if rank not in self and rank not in self.refused:
-                ranks_by_reason.setdefault(self.failed.get(rank, ""), []).append(rank)
+        silent_ranks = [rank for rank in ranks if rank not in self and rank not in self.refused]
         return [
             f"{name_ranks(silent).capitalize()} did not reply{': ' if reason else ''}{reason.rstrip('.')}."
-            for reason, silent in ranks_by_reason.items()
+            for reason, silent in ranks_by((self.failed.get(rank, ""), rank) for rank in silent_ranks).items()
         ]
 
 

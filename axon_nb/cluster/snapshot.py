@@ -17,7 +17,7 @@ from axon_nb.cluster.recovery.repair import repair
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.protocol import recovery as protocol
 from axon_nb.records.protocol.wire import RankCall
-from axon_nb.records.ranks import name_ranks
+from axon_nb.records.ranks import name_ranks, ranks_by
 from axon_nb.records.units import count_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def undo(state: ClusterState, count: int) -> str:
     """
     if count < 1:
         raise UsageError(f"%distributed undo takes a number of cells from 1; got {count}.")
-    raise_if_busy(state, "undo")
+    state.raise_if_busy("wait for it or interrupt it, then undo")
     state.health.ensure_available(state.ranks)
     with interrupts_deferred():
         answers: dict[int, protocol.Undoable] = ask(
@@ -67,12 +67,6 @@ def undo(state: ClusterState, count: int) -> str:
     which = ", ".join(f"In [{cell.cell}]" for cell in reversed(cells))
     have = "has" if len(targets) == 1 else "have"
     return f"Undid {which}: {name_ranks(targets)} {have} the state from before{unlike}."
-
-
-def raise_if_busy(state: ClusterState, command: str) -> None:
-    """Raise UsageError if a cell runs: only idle ranks can be asked for their state."""
-    if state.busy:
-        raise UsageError(f"A cell is running on {name_ranks(state.busy)}: wait for it or interrupt it, then {command}.")
 
 
 def _last_cells(answers: Mapping[int, protocol.Undoable], count: int) -> list[protocol.UndoableCell]:
@@ -124,11 +118,7 @@ def restore_all(state: ClusterState, calls: Mapping[int, RankCall[list[str]]]) -
 
 def report_refused(refused: Mapping[int, Sequence[str]]) -> None:
     """Print which objects refused their state, once for ranks that say the same."""
-    ranks_by_line: dict[str, list[int]] = {}
-    for rank, lines in refused.items():
-        for line in lines:
-            ranks_by_line.setdefault(line, []).append(rank)
-    for line, ranks in ranks_by_line.items():
+    for line, ranks in ranks_by((line, rank) for rank, lines in refused.items() for line in lines).items():
         print(f"Not restored on {name_ranks(ranks)}: {line}")
 
 
@@ -161,7 +151,7 @@ class Trials:
             UsageError: one of them cannot; the cell must not run.
         """
         state = self._state
-        raise_if_busy(state, "try this cell")
+        state.raise_if_busy("wait for it or interrupt it, then try this cell")
         state.health.ensure_available(self._ranks)
         self._processes = [place.pid for place in state.rank_info]
         if self._is_kept:
@@ -190,10 +180,10 @@ class Trials:
         """After a cell: restore the state, and replace ranks that died if the state outlives them."""
         state, health = self._state, self._state.health
         replaced = [rank for rank in self._ranks if state.rank_info[rank].pid != self._processes[rank]]
-        gone = [rank for rank in self._ranks if rank in replaced or rank in health.dead or rank in health.stuck]
-        why = f"{name_ranks(gone)} {'died' if {*gone} - {*health.stuck} else 'did not stop'}" if gone else ""
+        gone = [rank for rank in self._ranks if rank in replaced or rank in health.dead or rank in health.world.stuck]
+        why = f"{name_ranks(gone)} {'died' if {*gone} - {*health.world.stuck} else 'did not stop'}" if gone else ""
         if not self._is_kept:
-            able = [rank for rank in self._ranks if rank not in health.dead and rank not in health.stuck]
+            able = [rank for rank in self._ranks if rank not in health.dead and rank not in health.world.stuck]
             with interrupts_deferred():
                 report_refused(restore_all(state, dict.fromkeys(able, protocol.RestoreHeld(_KEY))))
             if unable := [rank for rank in self._ranks if rank not in able]:

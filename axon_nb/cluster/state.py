@@ -21,6 +21,7 @@ from axon_nb.cluster.settings import Settings, Value, settings_facts
 from axon_nb.errors import ClusterLostError, UsageError
 from axon_nb.records.protocol import agent as protocol
 from axon_nb.records.protocol.wire import encode
+from axon_nb.records.ranks import name_ranks
 from axon_nb.records.slowness import Slowness
 
 _REPORT_INTERVAL_S = 5.0
@@ -120,6 +121,11 @@ class ClusterState:
     def busy(self) -> list[int]:
         """The ranks that are running a cell."""
         return sorted({rank for cell in list(self.active_cells) for rank in cell.unfinished})
+
+    def raise_if_busy(self, instead: str) -> None:
+        """Raise UsageError if a cell runs; `instead` says what to do, and ends the sentence."""
+        if busy := self.busy:
+            raise UsageError(f"A cell is running on {name_ranks(busy)}: {instead}.")
 
     @property
     def running(self) -> bool:

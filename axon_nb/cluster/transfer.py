@@ -493,8 +493,7 @@ def sync(cells: CellManager, source: int, names: Sequence[str]) -> SyncReport:
     """Copy one rank's models, optimizers and schedulers to all others; see `Cluster.sync`."""
     if source not in cells.state.ranks:
         raise UsageError(f"--from {source}: ranks are 0 to {cells.state.world_size - 1}.")
-    if busy := cells.state.busy:
-        raise UsageError(f"A cell is running on {name_ranks(busy)}: wait until it finishes, or interrupt it.")
+    cells.state.raise_if_busy("wait until it finishes, or interrupt it")
     reports: Mapping[int, Mapping[str, protocol.SyncRecord]] = _run_quietly(
         cells, protocol.DescribeModels(tuple(names))
     )

@@ -40,7 +40,7 @@ _STDERR, _CRASH = ".err", ".crash"
 _MOUNTS = Path("/proc/self/mountinfo")
 _GROUPS = Path("/proc/self/cgroup")
 _MACHINE = Path("/proc/vmstat")
-_COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -316,7 +316,8 @@ class OomCounter:
         self._before = self._counts()
 
     def _counts(self) -> tuple[int | None, int | None]:
-        return (read_count(self._own) if self._own is not None else None), read_count(self._machine)
+        own = None if self._own is None else read_number(self._own, OOM_KILLS)
+        return own, read_number(self._machine, OOM_KILLS)
 
     def poll(self) -> bool | None:
         """Whether a process was killed for lack of memory since the last call; None if unknown."""
@@ -329,13 +330,13 @@ class OomCounter:
         return None
 
 
-def read_count(file: Path) -> int | None:
-    """Read `oom_kill` from a `memory.events`, `memory.oom_control` or `vmstat` file; None if it has none."""
+def read_number(file: Path, pattern: re.Pattern[str]) -> int | None:
+    """Return the number that a pattern's group finds in a file of the system; None: there is no such file or line."""
     try:
-        match = _COUNT.search(file.read_text())
+        match = pattern.search(file.read_text())
     except OSError:
         return None
-    return int(match.group(1)) if match else None
+    return int(match[1]) if match else None
 
 
 def counter_file(groups: Path, mounts: Path) -> Path | None:
@@ -359,7 +360,7 @@ def counter_file(groups: Path, mounts: Path) -> Path | None:
                 continue
             inside = path if root == "/" else path.removeprefix(root)
             for folder in (Path(point + inside), Path(point)):
-                if read_count(folder / name) is not None:
+                if read_number(folder / name, OOM_KILLS) is not None:
                     return folder / name
     return None
 

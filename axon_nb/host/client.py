@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -19,12 +18,11 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from axon_nb.errors import ClusterLostError, StartError
 from axon_nb.host.children import describe_controller_exit
-from axon_nb.host.connections import PeerProcess
+from axon_nb.host.connections import PeerProcess, peer_credentials
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import AGENT_SERVER, PYTHON_PATH
 from axon_nb.records.protocol import agent as messages
@@ -254,17 +252,18 @@ def _connect(run_dir: RunDir, agent_pid: int | None) -> socket.socket:
             sock.close()
             started = agent_pid is None or not Path("/proc").is_dir() or Path(f"/proc/{agent_pid}").exists()
             if not started or agent_pid is None or time.monotonic() > deadline:
-                reason = _last_lines(run_dir.path / "log" / "agent.log") or str(error)
+                reason = last_lines(run_dir.path / "log" / "agent.log") or str(error)
                 raise StartError(f"The host agent in {run_dir.path} failed to start: {reason}") from None
         time.sleep(0.003)
 
 
-def _last_lines(log: Path) -> str:
+def last_lines(log: Path, count: int = 3) -> str:
+    """Return what a log ends with, as one line; empty if there is none."""
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError:
         return ""
-    return " | ".join(lines[-3:])
+    return " | ".join(lines[-count:])
 
 
 class AgentQuery:
@@ -275,23 +274,20 @@ class AgentQuery:
     """
 
     def __init__(self, run_dir: RunDir, *, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
         self._sock = socket.socket(socket.AF_UNIX)
-        self._pending = b""
+        self._sock.settimeout(timeout_s)
         try:
-            self._sock.settimeout(timeout_s)
             self._sock.connect(str(run_dir.agent_socket))
         except OSError:
             self._sock.close()
             raise
+        self._lines = self._sock.makefile("rb")
 
     @property
     def pid(self) -> int | None:
         """The agent's pid according to the Linux kernel, even if the agent hangs; None on other systems."""
-        if not sys.platform.startswith("linux"):
-            return None
-        pid, _, _ = struct.unpack("3i", self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return int(pid) or None
+        credentials = peer_credentials(self._sock)
+        return credentials[0] or None if credentials is not None else None
 
     def request(self, command: messages.Command[Any]) -> dict[str, Any]:
         """Send a command and return the fields of the reply, unchecked: the agent may be of another version.
@@ -300,13 +296,10 @@ class AgentQuery:
             TimeoutError: no reply within the limit.
             OSError: the agent is gone.
         """
-        deadline = time.monotonic() + self._timeout_s
-        self._sock.settimeout(self._timeout_s)
         self._sock.sendall(json.dumps(messages.command_message(1, command)).encode() + b"\n")
-        while b"\n" not in self._pending:
-            if not self._read(deadline):
-                raise ConnectionError("the host agent closed the connection")
-        line, _, self._pending = self._pending.partition(b"\n")
+        line = self._lines.readline()
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the host agent closed the connection")
         reply = json.loads(line)
         if not isinstance(reply, dict):
             raise ConnectionError("the host agent sent an unreadable reply")
@@ -314,34 +307,23 @@ class AgentQuery:
 
     def wait_closed(self, timeout_s: float) -> bool:
         """Whether the agent closes the connection, as when it exits, within `timeout_s` seconds."""
-        deadline = time.monotonic() + timeout_s
+        self._sock.settimeout(timeout_s)
         try:
-            while self._read(deadline):
-                pass
+            self._lines.read()
         except TimeoutError:
             return False
         except OSError:
             pass
         return True
 
-    def _read(self, deadline: float) -> bool:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the host agent does not reply")
-        self._sock.settimeout(left)
-        data = self._sock.recv(1 << 16)
-        self._pending += data
-        return bool(data)
-
     def close(self) -> None:
         """Disconnect; the agent keeps running."""
         with contextlib.suppress(OSError):
+            self._lines.close()
             self._sock.close()
 
     def __enter__(self) -> AgentQuery:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from axon_nb.host.children import child_pids, signal_group
-from axon_nb.host.store import Decoder, encode
+from axon_nb.host.store import Decoder, encode, exactly
 
 _MAX_LINE = 16 << 20
 NONCE_SIZE = 32
@@ -173,18 +173,14 @@ class Listener:
         # OSError: the peer is gone, or no file descriptor is free; pending connections are accepted later.
         with contextlib.suppress(OSError):
             connection, _ = self.sock.accept()
-            if _peer_uid(connection) in (os.getuid(), None):
+            credentials = peer_credentials(connection)
+            if credentials is None or credentials[1] == os.getuid():
                 self._accept(connection)
             else:
                 connection.close()
 
 
-def _peer_uid(sock: socket.socket) -> int | None:
-    credentials = _peer_credentials(sock)
-    return None if credentials is None else credentials[1]
-
-
-def _peer_credentials(sock: socket.socket) -> tuple[int, int] | None:
+def peer_credentials(sock: socket.socket) -> tuple[int, int] | None:
     """Return pid and user of the process at the other end; None if the system does not say."""
     if not sys.platform.startswith("linux"):
         return None
@@ -200,7 +196,7 @@ class PeerProcess:
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        pid, uid = _peer_credentials(sock) or (0, -1)
+        pid, uid = peer_credentials(sock) or (0, -1)
         self.pid = pid
         self._handle: int | None = None
         with contextlib.suppress(OSError, AttributeError):  # an old kernel, or none that has handles
@@ -318,23 +314,14 @@ def authenticate(sock: socket.socket, key: bytes) -> MessageSigner:
     Raises:
         ConnectionError: the peer closed the connection or does not know the key.
     """
-    challenge = _exactly(sock, NONCE_SIZE)
+    closed = "the other end closed the connection: the cluster's key does not match"
+    challenge = exactly(sock, NONCE_SIZE, closed)
     nonce = os.urandom(NONCE_SIZE)
     session = _sign(key, challenge, nonce)
     sock.sendall(nonce + _sign(session, b"rank"))
-    if not hmac.compare_digest(_exactly(sock, PROOF_SIZE), _sign(session, b"store")):
+    if not hmac.compare_digest(exactly(sock, PROOF_SIZE, closed), _sign(session, b"store")):
         raise ConnectionError("the other end does not know the cluster's key")
     return MessageSigner(_sign(session, b"to store"), _sign(session, b"to rank"))
-
-
-def _exactly(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        chunk = sock.recv(size - len(data))
-        if not chunk:
-            raise ConnectionError("the other end closed the connection: the cluster's key does not match")
-        data += chunk
-    return data
 
 
 class SignedConnection(Connection):

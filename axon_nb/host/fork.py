@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msgspec import Struct
-
 from axon_nb.host.children import Children, LastOutput, set_parent_death_signal
 from axon_nb.host.shared_memory import KeptMemory
 from axon_nb.records.protocol.agent import Fork, Forked, failure
@@ -65,45 +63,6 @@ _DESCRIPTORS = (0, 1, 2)
 _BLOCKED_SIGNALS = {signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
 
 
-class _Preload:
-    """Imports modules step by step; a failing import is left to the rank, which reports it where it uses the module."""
-
-    def __init__(self, *, enabled: bool) -> None:
-        self._required = list(_REQUIRED) if enabled else []
-        self._optional = list(_OPTIONAL) if enabled else []
-
-    @property
-    def ready(self) -> bool:
-        """Whether ranks can be forked."""
-        return not self._required
-
-    @property
-    def done(self) -> bool:
-        """Whether everything is imported, including the optional modules."""
-        return not self._required and not self._optional
-
-    def step(self, *, busy: bool) -> bool:
-        """Import the next module, optional ones only while not `busy`; return whether there was one to import."""
-        if self._required:
-            name = self._required.pop(0)
-        elif self._optional and not busy:
-            name = self._optional.pop(0)
-        else:
-            return False
-        gc.disable()  # nearly all of what an import makes stays; to look it through takes a fifth of the time
-        try:
-            module = importlib.import_module(name)
-            if name == _REQUIRED[-1]:
-                module.prepare()
-        except Exception:
-            traceback.print_exc()
-        finally:
-            gc.enable()
-        if name == _REQUIRED[-1]:
-            gc.collect()
-        return True
-
-
 class ForkQueue:
     """Forks ranks, as soon as the modules that they need are imported.
 
@@ -128,7 +87,8 @@ class ForkQueue:
         self._children = children
         self._last_output = last_output
         self._inherited = inherited
-        self._preload = _Preload(enabled=bool(entry))
+        self._required = list(_REQUIRED) if entry else []
+        self._optional = list(_OPTIONAL) if entry else []
         self._imports_later = imports_later
         self._kept_memory = KeptMemory()
         self._waiting: list[tuple[Fork, Callable[[Mapping[str, Any]], None]]] = []
@@ -136,12 +96,12 @@ class ForkQueue:
     @property
     def ready(self) -> bool:
         """Whether ranks can be forked."""
-        return self._preload.ready
+        return not self._required
 
     @property
     def idle(self) -> bool:
         """Whether everything is imported, including the optional modules."""
-        return self._preload.done
+        return not self._required and not self._optional
 
     def put(self, command: Fork, reply: Callable[[Mapping[str, Any]], None]) -> None:
         """Fork a rank when that is possible, then call `reply` with the fields of the answer."""
@@ -156,8 +116,8 @@ class ForkQueue:
         if self._imports_later and not self._waiting:
             return True
         self._imports_later = False
-        idle = not self._preload.step(busy=busy or bool(self._waiting))
-        if self._preload.ready and self._waiting:
+        idle = not self._import_next(busy=busy or bool(self._waiting))
+        if self.ready and self._waiting:
             waiting, self._waiting = self._waiting, []
             if (bootstrap := sys.modules.get(_REQUIRED[-1])) is not None:  # absent if its import failed
                 bootstrap.before_forks()
@@ -166,50 +126,44 @@ class ForkQueue:
                 reply(self._fork(command))
         return idle
 
-    def _fork(self, command: Fork) -> Mapping[str, Any]:
+    def _import_next(self, *, busy: bool) -> bool:
+        """Import the next module, optional ones only while not `busy`; return whether there was one to import.
+
+        A failing import is left to the rank, which reports it where it uses the module.
+        """
+        if self._required:
+            name = self._required.pop(0)
+        elif self._optional and not busy:
+            name = self._optional.pop(0)
+        else:
+            return False
+        gc.disable()  # nearly all of what an import makes stays; to look it through takes a fifth of the time
         try:
-            request, agent_pid = ForkRequest.of(command, self._entry), os.getpid()
-            self._last_output.rank_starting(request.rank, request.log)
-            self._kept_memory.prepare(request.rank)
+            module = importlib.import_module(name)
+            if name == _REQUIRED[-1]:
+                module.prepare()
+        except Exception:
+            traceback.print_exc()
+        finally:
+            gc.enable()
+        if name == _REQUIRED[-1]:
+            gc.collect()
+        return True
+
+    def _fork(self, command: Fork) -> Mapping[str, Any]:
+        rank, log, agent_pid = command.rank, Path(command.log), os.getpid()
+        try:
+            self._last_output.rank_starting(rank, log)
+            self._kept_memory.prepare(rank)
             with signals_blocked():
                 pid = os.fork()
                 if pid == 0:
-                    become_rank(request, agent_pid, [*self._inherited(), *self._kept_memory.of_others(request.rank)])
+                    inherited = [*self._inherited(), *self._kept_memory.of_others(rank)]
+                    become_rank(command, self._entry, agent_pid, inherited)
         except OSError as error:
             return failure(f"{type(error).__name__}: {error}")
-        self._children.add_rank(request.rank, pid, exit_mark(request.log))
+        self._children.add_rank(rank, pid, exit_mark(log))
         return dict(encode(Forked(pid)))
-
-
-class ForkRequest(Struct, frozen=True):
-    """Parameters of a new rank."""
-
-    rank: int
-    env: dict[str, str]
-    """The complete environment, captured at `start`."""
-    cwd: str
-    path: list[str]
-    """`sys.path`, captured at `start`."""
-    argv: list[str]
-    """The engine's arguments."""
-    log: Path
-    umask: int
-    entry: str
-    """Function that runs the engine, as `module:function`: takes `argv`, returns when the engine exits."""
-
-    @classmethod
-    def of(cls, command: Fork, entry: str) -> ForkRequest:
-        """Create from a command; `entry` is the agent's own."""
-        return cls(
-            rank=command.rank,
-            env=dict(command.env),
-            cwd=command.cwd,
-            path=list(command.path),
-            argv=list(command.argv),
-            log=Path(command.log),
-            umask=command.umask,
-            entry=entry,
-        )
 
 
 @contextlib.contextmanager
@@ -222,23 +176,30 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def become_rank(request: ForkRequest, agent_pid: int, inherited: Iterable[Any]) -> NoReturn:
-    """Run the engine in a freshly forked child; never returns."""
-    code = 1
+def become_rank(command: Fork, entry: str, agent_pid: int, inherited: Iterable[Any]) -> NoReturn:
+    """Run the engine in a freshly forked child; never returns.
+
+    Args:
+        command: Its environment and arguments.
+        entry: Function that runs the engine, as `module:function`: takes `argv`, returns when the engine exits.
+        agent_pid: The process that forked this one.
+        inherited: What to close.
+    """
+    code, mark = 1, exit_mark(Path(command.log))
     try:
         _detach_from_agent(agent_pid, inherited)
-        _redirect_stdio(request.log)
-        exit_mark(request.log).unlink(missing_ok=True)
-        _apply(request)
-        module, _, function = request.entry.partition(":")
-        getattr(importlib.import_module(module), function)(request.argv)
+        _redirect_stdio(command.log)
+        mark.unlink(missing_ok=True)
+        _apply(command)
+        module, _, function = entry.partition(":")
+        getattr(importlib.import_module(module), function)(list(command.argv))
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)  # the engine's own stream sends over a connection that is closed
     finally:
-        _end_process(code, exit_mark(request.log))
+        _end_process(code, mark)
 
 
 def _detach_from_agent(agent_pid: int, inherited: Iterable[Any]) -> None:
@@ -258,7 +219,7 @@ def _detach_from_agent(agent_pid: int, inherited: Iterable[Any]) -> None:
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
 
 
-def _redirect_stdio(log: Path) -> None:
+def _redirect_stdio(log: str) -> None:
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -268,13 +229,13 @@ def _redirect_stdio(log: Path) -> None:
     os.close(out)
 
 
-def _apply(request: ForkRequest) -> None:
+def _apply(command: Fork) -> None:
     os.environ.clear()
-    os.environ.update(request.env)
-    os.umask(request.umask)
-    os.chdir(request.cwd)
-    sys.path[:] = request.path
-    sys.argv = ["ipengine", *request.argv]
+    os.environ.update(command.env)
+    os.umask(command.umask)
+    os.chdir(command.cwd)
+    sys.path[:] = command.path
+    sys.argv = ["ipengine", *command.argv]
     # Not that of package metadata: it sees changes by itself, and to clear it takes each rank 1 MiB.
     for finder in sys.path_importer_cache.values():
         getattr(finder, "invalidate_caches", int)()

@@ -315,7 +315,7 @@ class Member:
                 f"{self.address} did not respond within {_HANDSHAKE_TIMEOUT_S:.0f} s: the notebook's host is busy, or "
                 "its port belongs to another program. Run this command again."
             ) from None
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, ValueError) as error:
             sock.close()
             raise StartError(
                 f"{self.address} rejected this host ({error}). Use the command, with its key, that "

@@ -17,7 +17,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from axon_nb.records.protocol import agent as messages
-from axon_nb.records.protocol.wire import decode, read_version, refuse_host
+from axon_nb.records.protocol.wire import decode, read_version, refuse_join
 
 QUESTION = 0
 """The number of the command that asks a host for its state; there is one at a time."""
@@ -248,7 +248,7 @@ def _without(mapping: Mapping[int, Any], key: int) -> dict[int, Any]:
 
 
 def _introduce(roster: Roster, link: int, fields: Mapping[str, Any]) -> Result:
-    if reason := refuse_host(str(fields.get("name")), read_version(fields.get("version"))):
+    if reason := refuse_join(f"The host {str(fields.get('name'))!r}", read_version(fields.get("version"))):
         return replace(roster, refused=(*roster.refused, reason)), (Tell(link, messages.refusal(reason)),)
     facts: messages.HostFacts = decode(messages.HostFacts, fields)
     effects: tuple[Effect, ...] = ()

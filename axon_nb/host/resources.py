@@ -31,6 +31,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from axon_nb.host.children import read_number
 from axon_nb.records.environment import RUNTIME_DIR, VISIBLE_GPUS
 from axon_nb.records.protocol.agent import ReserveGpus, TakenGpus
 from axon_nb.records.protocol.wire import ProtocolError, decode
@@ -136,15 +137,9 @@ def free_memory(root: Path = CGROUPS, own: Path = OWN_CGROUP, meminfo: Path = _M
         meminfo: A file like /proc/meminfo.
     """
     of_groups = [_of_cgroup(folder, version) for folder, version in cgroup_folders("memory", root=root, own=own)]
-    return min((value for value in (_of_machine(meminfo), *of_groups) if value is not None), default=None)
-
-
-def _of_machine(meminfo: Path) -> int | None:
-    try:
-        match = _AVAILABLE.search(meminfo.read_text())
-    except OSError:
-        return None
-    return int(match.group(1)) << 10 if match else None
+    kibibytes = read_number(meminfo, _AVAILABLE)
+    of_machine = None if kibibytes is None else kibibytes << 10
+    return min((value for value in (of_machine, *of_groups) if value is not None), default=None)
 
 
 def _of_cgroup(folder: Path, version: int) -> int | None:
@@ -152,16 +147,8 @@ def _of_cgroup(folder: Path, version: int) -> int | None:
         limit, used = (int((folder / name).read_text()) for name in _FILES[version])
     except (OSError, ValueError):  # "max" is not a number
         return None
-    return max(0, limit - used + _cache(folder, version)) if limit < _UNLIMITED else None
-
-
-def _cache(folder: Path, version: int) -> int:
-    """Return the bytes of cached files, which the kernel can drop at once."""
-    try:
-        match = _CACHE[version].search((folder / "memory.stat").read_text())
-    except OSError:
-        return 0
-    return int(match.group(1)) if match else 0
+    cached = read_number(folder / "memory.stat", _CACHE[version]) or 0  # the kernel can drop it at once
+    return max(0, limit - used + cached) if limit < _UNLIMITED else None
 
 
 def container_kind() -> str:

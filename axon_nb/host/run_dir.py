@@ -68,6 +68,22 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.agent_socket = path / "agent.sock"
+        """The agent's command socket."""
+        self.endpoint_socket = path / "notebook.sock"
+        """The socket on which the notebook that uses the cluster answers other programs."""
+        self.store_socket = path / "store.sock"
+        """The socket of the rendezvous store."""
+        self.channels = path / "channels" / "c"
+        """What the paths of ipyparallel's Unix sockets begin with; a number follows."""
+        self.profile = path / "profile"
+        """Ipyparallel's profile folder: connection files and logs."""
+        self.client_file = self.profile / "security" / "ipcontroller-client.json"
+        """The connection file for ipyparallel clients."""
+        self.engine_file = self.profile / "security" / "ipcontroller-engine.json"
+        """The connection file for ipyparallel engines."""
+        self._info_file = path / "agent.json"
+        """The agent's description of the cluster."""
 
     @classmethod
     def create(cls) -> RunDir:
@@ -103,41 +119,6 @@ class RunDir:
         """The cluster's name; empty while it is only prewarmed."""
         return str(self.read_info().get("name", ""))
 
-    @property
-    def agent_socket(self) -> Path:
-        """The agent's command socket."""
-        return self.path / "agent.sock"
-
-    @property
-    def endpoint_socket(self) -> Path:
-        """The socket on which the notebook that uses the cluster answers other programs."""
-        return self.path / "notebook.sock"
-
-    @property
-    def store_socket(self) -> Path:
-        """The socket of the rendezvous store."""
-        return self.path / "store.sock"
-
-    @property
-    def channels(self) -> Path:
-        """What the paths of ipyparallel's Unix sockets begin with; a number follows."""
-        return self.path / "channels" / "c"
-
-    @property
-    def profile(self) -> Path:
-        """Ipyparallel's profile folder: connection files and logs."""
-        return self.path / "profile"
-
-    @property
-    def client_file(self) -> Path:
-        """The connection file for ipyparallel clients."""
-        return self.profile / "security" / "ipcontroller-client.json"
-
-    @property
-    def engine_file(self) -> Path:
-        """The connection file for ipyparallel engines."""
-        return self.profile / "security" / "ipcontroller-engine.json"
-
     def ipython_env(self) -> dict[str, str]:
         """`IPYTHONDIR` if the home folder is read-only, where IPython would leave a folder per process; else empty."""
         usual = Path(IPYTHON_DIR.get() or os.path.expanduser("~/.ipython"))
@@ -154,7 +135,7 @@ class RunDir:
     def read_info(self) -> dict[str, Any]:
         """Read `agent.json`, the agent's description of the cluster; empty if missing or invalid."""
         try:
-            info = json.loads((self.path / "agent.json").read_text())
+            info = json.loads(self._info_file.read_text())
         except (OSError, ValueError):
             return {}
         return info if isinstance(info, dict) else {}
@@ -168,17 +149,17 @@ class RunDir:
         with contextlib.suppress(OSError):
             draft.write_text(json.dumps(info))
             draft.chmod(0o600)
-            draft.replace(self.path / "agent.json")
+            draft.replace(self._info_file)
 
     def mark_active(self) -> None:
         """Record, as the time of `agent.json`, that a cell has started or ended."""
         with contextlib.suppress(OSError):
-            os.utime(self.path / "agent.json")
+            os.utime(self._info_file)
 
     def last_activity(self) -> float | None:
         """Return the Unix time at which a cell last started or ended; None if unknown."""
         try:
-            return (self.path / "agent.json").stat().st_mtime
+            return self._info_file.stat().st_mtime
         except OSError:
             return None
 

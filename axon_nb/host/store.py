@@ -167,18 +167,24 @@ def receive(sock: socket.socket) -> list[bytes]:
     """Read one message from a blocking socket.
 
     Raises:
-        EOFError: the peer closed the connection.
+        ConnectionError: the peer closed the connection.
     """
-    size, count = _HEAD.unpack(_exactly(sock, _HEAD.size))
-    return _decode_body(_exactly(sock, size), count)
+    closed = "the rendezvous store closed the connection"
+    size, count = _HEAD.unpack(exactly(sock, _HEAD.size, closed))
+    return _decode_body(exactly(sock, size, closed), count)
 
 
-def _exactly(sock: socket.socket, size: int) -> bytes:
+def exactly(sock: socket.socket, size: int, closed: str) -> bytes:
+    """Read `size` bytes from a blocking socket.
+
+    Raises:
+        ConnectionError: the peer closed the connection; the message is `closed`.
+    """
     chunks, left = [], size
     while left:
         chunk = sock.recv(min(left, 1 << 20))
         if not chunk:
-            raise EOFError("the rendezvous store closed the connection")
+            raise ConnectionError(closed)
         chunks.append(chunk)
         left -= len(chunk)
     return b"".join(chunks)

@@ -50,16 +50,14 @@ class Option(Struct, frozen=True):
             "type": integer if self.type is int else self.type,
             "help": self.help,
         }
-        if self.flag and self.default is REQUIRED:
-            parser.add_argument(self.flag, dest=self.name, required=True, **options)
-        elif self.flag:
-            parser.add_argument(self.flag, dest=self.name, default=self.default, **options)
-        elif self.many:
-            parser.add_argument(self.name, nargs="*", **options)
-        elif self.default is REQUIRED:
-            parser.add_argument(self.name, **options)
-        else:
-            parser.add_argument(self.name, nargs="?", default=self.default, **options)
+        is_needed = self.default is REQUIRED
+        if not is_needed:
+            options["default"] = self.default
+        if self.flag:
+            options |= {"dest": self.name, "required": is_needed}
+        elif self.many or not is_needed:
+            options["nargs"] = "*" if self.many else "?"
+        parser.add_argument(self.flag or self.name, **options)
 
 
 def integer(text: str) -> int:

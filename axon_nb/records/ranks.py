@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from axon_nb.errors import UsageError
 
+K = TypeVar("K")
 Runs = tuple[tuple[int, int, int], ...]
 """Ranks as few ranges: the first of each, how many, and the distance between two."""
 
@@ -28,6 +30,14 @@ def _pieces(ranks: Iterable[int]) -> list[str]:
         else:
             pieces.append([rank])
     return ["-".join(map(str, piece)) for piece in pieces]
+
+
+def ranks_by(pairs: Iterable[tuple[K, int]]) -> dict[K, list[int]]:
+    """Group ranks by what is paired with each."""
+    groups: dict[K, list[int]] = {}
+    for key, rank in pairs:
+        groups.setdefault(key, []).append(rank)
+    return groups
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

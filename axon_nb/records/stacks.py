@@ -8,14 +8,14 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from zlib import crc32
 
 from msgspec import Struct
 
-from axon_nb.records.ranks import name_ranks
+from axon_nb.records.ranks import name_ranks, ranks_by
 
 _MAX_TEXT = 100_000
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -104,33 +104,22 @@ class RankStack(Struct, frozen=True):
     """How long it has been in its communication call; 0 outside one."""
 
 
-class Stacks(Mapping[int, RankStack]):
+class Stacks(dict[int, RankStack]):
     """The stack of each rank; its text shows identical stacks once."""
 
     def __init__(self, by_rank: Mapping[int, RankStack]) -> None:
-        self._by_rank = dict(sorted(by_rank.items()))
-
-    def __getitem__(self, rank: int) -> RankStack:
-        return self._by_rank[rank]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._by_rank)
-
-    def __len__(self) -> int:
-        return len(self._by_rank)
+        super().__init__(sorted(by_rank.items()))
 
     def __repr__(self) -> str:
-        groups: dict[tuple[object, ...], list[int]] = {}
-        for rank, stack in self._by_rank.items():
-            groups.setdefault((stack.state, stack.cell, stack.frames), []).append(rank)
+        groups = ranks_by(((stack.state, stack.cell, stack.frames), rank) for rank, stack in self.items())
         text = "\n".join(self._format(ranks) for ranks in groups.values())
         if len(text) <= _MAX_TEXT:
             return text
         return f"{text[:_MAX_TEXT]}\n… {len(text) - _MAX_TEXT:,} more characters; use `--ranks` to show fewer ranks."
 
     def _format(self, ranks: list[int]) -> str:
-        stack = self._by_rank[ranks[0]]
-        seconds = max(self._by_rank[rank].seconds for rank in ranks)
+        stack = self[ranks[0]]
+        seconds = max(self[rank].seconds for rank in ranks)
         took = f", for {seconds:.1f} s" if seconds else ""
         cell = "" if stack.cell is None else f"In [{stack.cell}]: "
         lines = [f"[{name_ranks(ranks)}] {cell}{stack.state}{took}"]

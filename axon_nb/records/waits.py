@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec import Struct, field
 
-from axon_nb.records.ranks import name_ranks
+from axon_nb.records.ranks import name_ranks, ranks_by
 from axon_nb.records.units import format_seconds
 
 SAME_SIZE_CALLS = frozenset({"allreduce", "broadcast", "reduce"})
@@ -327,10 +327,7 @@ def _sentence(
     finished: Collection[int],
     cell_ranks: Collection[int],
 ) -> str:
-    grouped: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for rank, others in sorted(waits.items()):
-        grouped.setdefault((reports[rank].place, others), []).append(rank)
-    shown = list(grouped.items())
+    shown = list(ranks_by(((reports[rank].place, others), rank) for rank, others in sorted(waits.items())).items())
     if len(shown) > _MAX_PARTS:  # those that wait for ranks which have finished say why, so they come first
         shown = sorted(shown, key=lambda item: not set(item[0][1]) & set(finished))[:_MAX_PARTS]
     parts = []
@@ -418,10 +415,8 @@ def describe_slow_ranks(reports: Mapping[int, RankWaits], after_s: float) -> str
     """
     waits = missing_ranks(reports, after_s)
     ends = {others: tuple(other for other in others if other not in waits) for others in set(waits.values())}
-    groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
-    for rank, others in sorted(waits.items()):
-        if ends[others]:
-            groups.setdefault((ends[others], reports[rank].place), []).append(rank)
+    waiting = [rank for rank, others in sorted(waits.items()) if ends[others]]
+    groups = ranks_by(((ends[waits[rank]], reports[rank].place), rank) for rank in waiting)
     if not groups:
         return ""
     (others, place), ranks = max(groups.items(), key=lambda item: (len(item[1]), -item[1][0]))

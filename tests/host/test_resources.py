@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.host.children import OomCounter, counter_file, read_count
+from axon_nb.host.children import OOM_KILLS, OomCounter, counter_file, read_number
 from axon_nb.host.resources import free_memory, usable_cores
 from tests.support.agents import ROOT
 
@@ -225,8 +225,8 @@ def test_missing_or_empty_file_has_no_counter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "count"), [(EVENTS.format(7), 7), (CONTROL.format(0), 0), ("oom 3\n", None)])
 def test_oom_kill_counters_are_parsed(tmp_path: Path, text: str, count: int | None) -> None:
-    assert read_count(made(tmp_path, "file", text)) == count
-    assert read_count(tmp_path / "absent") is None
+    assert read_number(made(tmp_path, "file", text), OOM_KILLS) == count
+    assert read_number(tmp_path / "absent", OOM_KILLS) is None
 
 
 def test_increased_count_means_out_of_memory(tmp_path: Path) -> None:
@@ -254,5 +254,5 @@ def test_counter_files_of_this_machine_are_read() -> None:
     file = counter_file(Path("/proc/self/cgroup"), Path("/proc/self/mountinfo"))
     if file is None:
         pytest.skip("this machine has no cgroup with a counter of memory kills")
-    assert read_count(file) is not None
+    assert read_number(file, OOM_KILLS) is not None
     assert OomCounter().poll() is False

@@ -204,7 +204,7 @@ def test_receive_reports_a_closed_connection() -> None:
         one.sendall(encode([b"whole"]) + encode([b"cut short"])[:-2])
         one.close()
         assert receive(two) == [b"whole"]
-        with pytest.raises(EOFError, match="closed the connection"):
+        with pytest.raises(ConnectionError, match="closed the connection"):
             receive(two)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Set as AbstractSet
 
 import msgspec
 
+from axon_nb.cluster.cells.transitions import Abort
 from axon_nb.cluster.divergence import DivergenceWatch, NumbersVerdict
 from axon_nb.cluster.failures import RankError
 from axon_nb.cluster.rpc import Answer, RankClient
@@ -122,27 +123,15 @@ class AbortController:
         """Send the abort again at the next step."""
         self._interval_start = 0.0
 
-    def step(
-        self,
-        now: float,
-        unfinished: Sequence[int],
-        *,
-        failed_at: float | None,
-        died: bool,
-        interrupted: bool,
-        timed_out: bool,
-    ) -> None:
+    def step(self, now: float, unfinished: Sequence[int], cell: Abort) -> None:
         """Do what is due.
 
         Args:
             now: The time.
             unfinished: The ranks that still run the cell.
-            failed_at: When the first rank failed; None: none has.
-            died: Whether a rank has died.
-            interrupted: Whether the user interrupted the cell.
-            timed_out: Whether the cell has timed out.
+            cell: How the cell stands.
         """
-        if self.aborted_at is None and not self._is_due(now, unfinished, failed_at, interrupted, timed_out, died=died):
+        if self.aborted_at is None and not self._is_due(now, unfinished, cell):
             return
         if self.aborted_at is None:
             self.aborted_at = now
@@ -153,7 +142,7 @@ class AbortController:
             self._last_sent = now
             for rank in unfinished:
                 self._read_reply(rank)
-                self._last_aborts[rank] = self._client.request(rank, AbortRequest(self.run, again, interrupted))
+                self._last_aborts[rank] = self._client.request(rank, AbortRequest(self.run, again, cell.interrupted))
                 self._aborts.append((rank, self._last_aborts[rank]))
 
     def _read_reply(self, rank: int) -> None:
@@ -204,24 +193,15 @@ class AbortController:
             reason = f"is still in C code{self._unresponsive[rank]} and does not react to interrupts"
         return RankError(rank, "stuck", "", reason, remedy=remedy)
 
-    def _is_due(
-        self,
-        now: float,
-        unfinished: Sequence[int],
-        failed_at: float | None,
-        interrupted: bool,
-        timed_out: bool,
-        *,
-        died: bool,
-    ) -> bool:
-        if timed_out or (interrupted and self._cut_failed(now)):
+    def _is_due(self, now: float, unfinished: Sequence[int], cell: Abort) -> bool:
+        if cell.timed_out or (cell.interrupted and self._cut_failed(now)):
             return True
-        if failed_at is not None:
-            delay_s = _ABORT_AFTER_DEATH_S if died else _ABORT_AFTER_S
-            return now - failed_at > delay_s or self._all_waiting(now, unfinished)
-        if self.numbers is not None and not interrupted:
+        if cell.failed_at is not None:
+            delay_s = _ABORT_AFTER_DEATH_S if cell.died else _ABORT_AFTER_S
+            return now - cell.failed_at > delay_s or self._all_waiting(now, unfinished)
+        if self.numbers is not None and not cell.interrupted:
             self.explanation = self.numbers.step(now)
-        if self._watch is not None and not interrupted and not self.explanation:
+        if self._watch is not None and not cell.interrupted and not self.explanation:
             self.explanation = self._watch.step(now, unfinished)
         return bool(self.explanation)
 

@@ -18,7 +18,7 @@ from axon_nb.cluster.cells.abort import AbortController, DeadlockWatch
 from axon_nb.cluster.cells.driver import CellHandle, run_to_completion, run_to_completion_async, stop_for
 from axon_nb.cluster.cells.kernel_interrupts import KernelInterrupts
 from axon_nb.cluster.cells.options import CellOptions
-from axon_nb.cluster.cells.result import CellResult, cell_record, last_values, measurements
+from axon_nb.cluster.cells.result import CellResult, cell_record, last_values
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.cluster.divergence import DivergenceWatch, sampler_hint
 from axon_nb.cluster.launch.compatibility import after_failure, collective_timeout
@@ -158,8 +158,7 @@ class CellManager:
         state = self.state
         if not any(info.device.startswith("cuda") for info in state.rank_info):
             raise UsageError("%distributed pause gives back memory of GPUs, and these ranks compute on CPUs.")
-        if busy := state.busy:
-            raise UsageError(f"A cell is running on {name_ranks(busy)}: wait for it or interrupt it, then pause.")
+        state.raise_if_busy("wait for it or interrupt it, then pause")
         try:
             free = self.run(cell_source(Pause()), quiet=True).values
         finally:
@@ -380,12 +379,21 @@ class CellManager:
             failure.record = record
         if failure is not None and (options.get("check", True) or isinstance(failure, KeyboardInterrupt)):
             raise failure
-        wanted = options.get("values", True)
-        with_value = [rank for rank, end in run.cell.ends.items() if wanted and end.has_value]
+        wanted, ends = options.get("values", True), run.cell.ends
+        with_value = [rank for rank, end in ends.items() if wanted and end.has_value]
         fetched = last_values(state, with_value, run.token)
         if not options.get("quiet", False):
-            state.health.hint("draws", failures.shared_draws_hint(run.cell.ends, run.ranks))
-            state.health.hint("samplers", sampler_hint(run.cell.ends))
+            state.health.hint("draws", failures.shared_draws_hint(ends, run.ranks))
+            state.health.hint("samplers", sampler_hint(ends))
         text = {rank: run.output.text(rank) for rank in run.ranks}
-        measured = measurements(run.cell.ends)
-        return CellResult(fetched, run.errors, run.cell.seconds, text, record=record, numbers=numbers, **measured)
+        return CellResult(
+            fetched,
+            run.errors,
+            run.cell.seconds,
+            text,
+            cpu_seconds={rank: end.cpu_seconds for rank, end in ends.items() if end.cpu_seconds is not None},
+            repetitions={rank: end.repetitions for rank, end in ends.items() if end.repetitions is not None},
+            profiles={rank: end.profile for rank, end in ends.items() if end.profile is not None},
+            numbers=numbers,
+            record=record,
+        )

@@ -12,7 +12,7 @@ import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol
 
 from axon_nb._version import RECORD_VERSION
 from axon_nb.cluster import rpc
@@ -20,9 +20,9 @@ from axon_nb.cluster.divergence import NumbersVerdict
 from axon_nb.cluster.failures import Failure, RankError, failure_place, next_commands
 from axon_nb.errors import CellError, CellInterrupt, CellTimeoutError, ClusterLostError, UsageError
 from axon_nb.host.shared_memory import SharedBlock, memfd_supported, split_parts
-from axon_nb.records.protocol.cells import CellEnd, Profile
+from axon_nb.records.protocol.cells import Profile
 from axon_nb.records.protocol.transfer import LastValue
-from axon_nb.records.ranks import format_ranks, name_ranks
+from axon_nb.records.ranks import format_ranks, name_ranks, ranks_by
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cells.run import CellRun
@@ -119,25 +119,6 @@ class CellResult:
         return "\n".join([f"CellResult of {name_ranks(self.seconds)}, {longest:.3g} s", *lines])
 
 
-class _Measurements(TypedDict):
-    cpu_seconds: Mapping[int, float]
-    repetitions: Mapping[int, Sequence[float]]
-    profiles: Mapping[int, Profile]
-
-
-def measurements(replies: Mapping[int, CellEnd]) -> _Measurements:
-    """Return the fields of `CellResult` that hold what ranks measured.
-
-    Args:
-        replies: What each rank's reply says about the cell.
-    """
-    return {
-        "cpu_seconds": {rank: end.cpu_seconds for rank, end in replies.items() if end.cpu_seconds is not None},
-        "repetitions": {rank: end.repetitions for rank, end in replies.items() if end.repetitions is not None},
-        "profiles": {rank: end.profile for rank, end in replies.items() if end.profile is not None},
-    }
-
-
 def cell_record(run: CellRun, failure: BaseException | None = None) -> dict[str, Any]:
     """Return what programs read about a cell that is done, as plain JSON values.
 
@@ -192,11 +173,8 @@ def _cause(failure: Failure, cell: int | None, limit: int) -> dict[str, Any]:
 
 def _groups(ranks: Sequence[int], errors: Mapping[int, RankError], limit: int) -> list[dict[str, str]]:
     """Return what the ranks did; those that did the same share an entry."""
-    alike: dict[tuple[str, str], list[int]] = {}
-    for rank in ranks:
-        error = errors.get(rank)
-        key = ("finished", "") if error is None else (error.kind, _short(_words(error), limit))
-        alike.setdefault(key, []).append(rank)
+    did = {rank: (error.kind, _short(_words(error), limit)) for rank, error in errors.items()}
+    alike = ranks_by((did.get(rank, ("finished", "")), rank) for rank in ranks)
     entries = [
         {"ranks": _short(format_ranks(sharing), limit), "did": kind, "text": text}
         for (kind, text), sharing in list(alike.items())[:_MAX_GROUPS]

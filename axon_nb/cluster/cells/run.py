@@ -265,14 +265,7 @@ class CellRun:
         self._recovery = self._recover()
 
     def _step_abort(self, effect: transitions.Abort) -> None:
-        self.abort.step(
-            time.monotonic(),
-            self.unfinished,
-            failed_at=effect.failed_at,
-            died=effect.died,
-            interrupted=effect.interrupted,
-            timed_out=effect.timed_out,
-        )
+        self.abort.step(time.monotonic(), self.unfinished, effect)
         if self.abort.aborting and not self.cell.aborting:
             self._process(transitions.Aborted())
 

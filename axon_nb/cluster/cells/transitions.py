@@ -156,10 +156,13 @@ class ResendAbort(Struct, frozen=True):
 class Abort(Struct, frozen=True):
     """Decide whether to abort the unfinished ranks, and abort them."""
 
-    failed_at: float | None
-    died: bool
-    interrupted: bool
-    timed_out: bool
+    failed_at: float | None = None
+    """When the first rank failed; None: none has."""
+    died: bool = False
+    """Whether a rank has died."""
+    interrupted: bool = False
+    """Whether the user interrupted the cell."""
+    timed_out: bool = False
 
 
 class Recover(Struct, frozen=True):

@@ -22,7 +22,7 @@ from axon_nb.cluster.rpc import request_all
 from axon_nb.errors import AxonError, ClusterLostError, UsageError
 from axon_nb.records.memory import HasClassName, LazyFunction, MemoryPrediction, MemorySetup, MemoryUse, WhatIfState
 from axon_nb.records.protocol.inspection import MemoryRequest, ModelFacts, PlanReply, PlanRequest
-from axon_nb.records.ranks import name_ranks
+from axon_nb.records.ranks import name_ranks, ranks_by
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
@@ -96,13 +96,10 @@ def request_memory(state: ClusterState, names: Sequence[str], *, wait_for_estima
         )
     if not replies:
         raise UsageError(f"{name_ranks(refused).capitalize()}: {refused[answered[0]]}")
-    ranks_by_note: dict[str, list[int]] = {}
-    for rank in answered:
-        for note in (refused[rank],) if rank in refused else replies[rank].notes:
-            ranks_by_note.setdefault(note, []).append(rank)
+    said = {rank: (refused[rank],) if rank in refused else replies[rank].notes for rank in answered}
     notes = tuple(
         note if len(ranks) == len(answered) else f"{name_ranks(ranks).capitalize()}: {note}"
-        for note, ranks in ranks_by_note.items()
+        for note, ranks in ranks_by((note, rank) for rank in answered for note in said[rank]).items()
     )
     notes = (*notes, *replies.missing(state.ranks))
     return MemorySnapshot(

@@ -6,6 +6,7 @@ The store matches the calls of a collective on all ranks, to know which rank was
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -280,12 +281,8 @@ class SpanStore:
         columns, place, number = self._columns, slice(self._count, self._count + len(spans)), self.end
         columns["start"][place] = [span.start_ns for span in spans]
         columns["end"][place] = [max(span.start_ns, span.end_ns) for span in spans]
-        columns["bytes"][place] = [span.bytes for span in spans]
-        columns["rank"][place] = [span.rank for span in spans]
-        columns["stage"][place] = [span.stage for span in spans]
-        columns["microbatch"][place] = [span.microbatch for span in spans]
-        columns["sequence"][place] = [span.sequence for span in spans]
-        columns["line"][place] = [span.line for span in spans]
+        for name in ("bytes", "rank", "stage", "microbatch", "sequence", "line"):
+            columns[name][place] = list(map(operator.attrgetter(name), spans))
         columns["clock"][place] = [CLOCKS.index(span.clock) for span in spans]
         columns["label"][place] = [self._label((span.kind, span.name, span.group)) for span in spans]
         columns["late"][place], columns["by"][place] = 0, -1

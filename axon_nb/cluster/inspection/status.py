@@ -323,18 +323,15 @@ def cluster_card(info: ClusterInfo, *, measured: bool = True) -> dict[str, str]:
 
 
 def _heading(info: ClusterInfo) -> list[str]:
-    protected = [f"protected: step {info.protected}"] if info.protected is not None else []
-    slowed = [f"slowed: {info.slowed}"] if info.slowed else []
-    backend = "shared memory" if info.backend == "shm" else info.backend
-    engines = [f"engines: {info.engines}"] if info.engines != "axon" else []
-    return [
+    facts = [
         count_of(info.num_ranks, "rank"),
-        backend,
+        "shared memory" if info.backend == "shm" else info.backend,
         f"on {_hosts(info.host.split(', '))}",
-        *engines,
-        *protected,
-        *slowed,
+        "" if info.engines == "axon" else f"engines: {info.engines}",
+        "" if info.protected is None else f"protected: step {info.protected}",
+        f"slowed: {info.slowed}" if info.slowed else "",
     ]
+    return list(filter(None, facts))
 
 
 def _hosts(names: Collection[str]) -> str:
@@ -391,15 +388,14 @@ def _gpu_lines(info: ClusterInfo) -> list[str]:
     """One line for each GPU: what is used of its memory, how busy, warm and hungry it is."""
     lines = []
     for gpu in info.gpus:
-        facts = (
-            []
-            if gpu.used_bytes is None or gpu.total_bytes is None
-            else [f"{format_bytes(gpu.used_bytes)} of {format_bytes(gpu.total_bytes)} used"]
-        )
-        facts += [f"{gpu.busy_percent} % busy"] if gpu.busy_percent is not None else []
-        facts += [f"{gpu.temperature_c} °C"] if gpu.temperature_c is not None else []
-        facts += [f"{gpu.power_w:.0f} W"] if gpu.power_w is not None else []
-        lines.append(f"GPU {gpu.index} ({gpu.name}): {', '.join(facts) or 'no figures'}")
+        used, total = gpu.used_bytes, gpu.total_bytes
+        facts = [
+            "" if used is None or total is None else f"{format_bytes(used)} of {format_bytes(total)} used",
+            "" if gpu.busy_percent is None else f"{gpu.busy_percent} % busy",
+            "" if gpu.temperature_c is None else f"{gpu.temperature_c} °C",
+            "" if gpu.power_w is None else f"{gpu.power_w:.0f} W",
+        ]
+        lines.append(f"GPU {gpu.index} ({gpu.name}): {', '.join(filter(None, facts)) or 'no figures'}")
     return lines
 
 

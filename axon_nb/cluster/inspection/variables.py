@@ -45,11 +45,7 @@ def variables_frame(state: ClusterState) -> pd.DataFrame:
     """
     import pandas as pd
 
-    if state.busy:
-        raise UsageError(
-            f"A cell is running on {name_ranks(state.busy)}: variables are available when it finishes (`%shards` works "
-            "meanwhile)."
-        )
+    state.raise_if_busy("variables are available when it finishes (`%shards` works meanwhile)")
     living = state.live_ranks
     futures = {rank: rpc.call(state.connection.client, rank, protocol.DescribeVariables()) for rank in living}
     by_name: dict[str, dict[int, protocol.VariableFacts]] = {}
@@ -118,8 +114,7 @@ def difference_frame(state: ClusterState, name: str, reference: int = 0) -> pd.D
     """
     import pandas as pd
 
-    if state.busy:
-        raise UsageError(f"A cell is running on {name_ranks(state.busy)}: compare when it has finished.")
+    state.raise_if_busy("compare when it has finished")
     if reference not in state.ranks:
         raise UsageError(f"--from {reference}: ranks are 0 to {state.ranks[-1]}.")
     if reference in state.health.dead:
@@ -274,8 +269,7 @@ def request_recording(
     Raises:
         UsageError: no rank has such a recording, or a cell is running.
     """
-    if state.busy:
-        raise UsageError(f"A cell is running on {name_ranks(state.busy)}: look inside when it has finished.")
+    state.raise_if_busy("look inside when it has finished")
     calls = {
         rank: protocol.DescribeRecording(name, known[rank].key if rank in known else 0) for rank in state.live_ranks
     }

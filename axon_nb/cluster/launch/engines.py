@@ -25,13 +25,14 @@ from axon_nb.cluster import rpc
 from axon_nb.cluster.failures import describe_death
 from axon_nb.cluster.launch.compatibility import can_recover, collective_timeout, with_possible_backend
 from axon_nb.cluster.launch.connection import Connection
-from axon_nb.cluster.launch.launchers import AgentControllerLauncher, ForkedEngineSetLauncher, rank_hosts
-from axon_nb.cluster.launch.placement import LOOPBACK, Layout, place_ranks, rank_environment
+from axon_nb.cluster.launch.launchers import AgentControllerLauncher, fork_engines
+from axon_nb.cluster.launch.placement import Layout, place_ranks, rank_environment
 from axon_nb.cluster.rpc import RankClient, handshake
 from axon_nb.cluster.settings import Settings
-from axon_nb.errors import StartError, UsageError
+from axon_nb.errors import ClusterLostError, StartError, UsageError
+from axon_nb.host.client import last_lines
 from axon_nb.host.connections import store_key
-from axon_nb.records.protocol.agent import EngineInfo, Exit, GetInfo, ServeStore
+from axon_nb.records.protocol.agent import EngineInfo, ServeStore
 from axon_nb.records.protocol.recovery import Describe, Join, JoinConfig, Placement
 from axon_nb.records.protocol.wire import RankCall, refuse_join
 from axon_nb.records.ranks import name_ranks
@@ -51,19 +52,39 @@ R = TypeVar("R")
 
 def launch_engines(
     connection: Connection, layout: Layout, *, engines: str, timeout_s: float, on_registered: Callable[[int], None]
-) -> ipp.Cluster:
+) -> ipp.Cluster | None:
     """Launch one engine per rank with the launcher called `engines`, and wait until all are registered.
 
     `on_registered` is called with their number so far.
 
+    Returns:
+        ipyparallel's object that launched the engines; None: the host agent has forked them.
+
     Raises:
         StartError: one exited or did not register within `timeout_s` seconds; the message has its last lines.
     """
-    run_dir = connection.run_dir
+    end = time.monotonic() + timeout_s
+    launched = None if engines == "axon" else _local_cluster(connection)
+    try:
+        if launched is None:
+            fork_engines(connection.agent, layout, range(layout.num_ranks))
+        else:
+            _start_engines(launched, connection, layout)
+        _await_engines(connection, launched, layout.num_ranks, on_registered, timeout_s=_remaining(end))
+    except ClusterLostError as error:
+        raise StartError(connection.agent.end_reason or str(error)) from None
+    except BaseException:
+        if launched is not None:
+            stop_engines(launched)
+        raise
+    return launched
+
+
+def _local_cluster(connection: Connection) -> ipp.Cluster:
     cluster = ipp.Cluster(
-        engines=launcher_class(engines),
+        engines=LocalEngineSetLauncher,
         controller=AgentControllerLauncher,
-        profile_dir=str(run_dir.profile),
+        profile_dir=str(connection.run_dir.profile),
         cluster_id="",
         cluster_file="",
         load_profile=False,
@@ -74,72 +95,48 @@ def launch_engines(
         config=Config(),
     )
     cluster.start_controller_sync()
-    options: dict[str, Any] = {"engine_set_id": "ranks"}
-    env = rank_environment(layout)
-    if engines == "axon":
-        options |= {
-            "agent": connection.agent,
-            "rank_env": [rank_environment(layout, rank) for rank in range(layout.num_ranks)],
-            "rank_hosts": rank_hosts(connection.agent, layout),
-        }
-    elif layout.visible_by_rank:
-        raise UsageError(f"--engines {engines} gives all ranks one MIG instance: use `--engines axon`, or `-n 1`.")
-    else:
-        options |= {"environment": env}
-        _precreate_logs(connection, layout.num_ranks)
-    exit_codes: dict[int, int] = {}
-    connection.agent.on_event(
-        lambda event: exit_codes.update({event.rank: event.code} if isinstance(event, Exit) else {})
-    )
-    end = time.monotonic() + timeout_s
-    try:
-        _start_engines(cluster, layout.num_ranks, options, name=engines)
-        timeout_s = max(1.0, end - time.monotonic())
-        wanted = set(range(layout.num_ranks))
-        _await_engines(connection, cluster, wanted, on_registered, exit_codes=exit_codes, timeout_s=timeout_s)
-    except BaseException:
-        stop_engines(cluster, engines)
-        raise
     return cluster
 
 
-def _start_engines(cluster: ipp.Cluster, num_ranks: int, options: dict[str, Any], *, name: str) -> None:
+def _start_engines(cluster: ipp.Cluster, connection: Connection, layout: Layout) -> None:
+    if layout.visible_by_rank:
+        raise UsageError("--engines local gives all ranks one MIG instance: use `--engines axon`, or `-n 1`.")
+    _precreate_logs(connection, layout.num_ranks)
     try:
-        cluster.start_engines_sync(num_ranks, **options)
+        cluster.start_engines_sync(layout.num_ranks, engine_set_id="ranks", environment=rank_environment(layout))
     except Exception as error:
-        raise StartError(f"The engine launcher {name!r} failed: {error}") from error
+        raise StartError(f"The engine launcher 'local' failed: {error}") from error
 
 
 def _await_engines(
     connection: Connection,
-    cluster: ipp.Cluster,
-    wanted: set[int],
+    launched: ipp.Cluster | None,
+    count: int,
     on_registered: Callable[[int], None],
     *,
-    exit_codes: dict[int, int],
     timeout_s: float,
 ) -> None:
     end, known = time.monotonic() + timeout_s, 0
-    while not connection.client.wait_registered(wanted, 0.1):
-        if (count := len(connection.client.registered)) > known:
-            on_registered(known := count)
-        _raise_if_dead(connection, exit_codes)
-        _raise_if_engine_exited(cluster.engines["ranks"])
+    while not connection.client.wait_registered(range(count), 0.1):
+        registered = connection.client.registered
+        if len(registered) > known:
+            on_registered(known := len(registered))
+        _raise_if_dead(connection)
+        if launched is not None:
+            _raise_if_engine_exited(launched.engines["ranks"])
         if time.monotonic() > end:
-            registered, output = connection.client.registered, _last_output(cluster.engines["ranks"])
+            output = "" if launched is None else _last_output(launched.engines["ranks"])
             raise StartError(
-                f"Only engines {registered} of {sorted(wanted)} registered within {timeout_s:.0f} s"
+                f"Only engines {registered} of {list(range(count))} registered within {timeout_s:.0f} s"
                 f"{f'; output of the launcher: {output}' if output else '.'}"
             )
-    on_registered(len(wanted))
+    on_registered(count)
 
 
-def stop_engines(cluster: ipp.Cluster, engines: str) -> None:
-    """Stop the engines of other launchers than ours; the host agent stops its own."""
-    if engines == "axon":
-        return
+def stop_engines(launched: ipp.Cluster) -> None:
+    """Stop the engines that ipyparallel has launched; the host agent stops its own."""
     with contextlib.suppress(Exception):  # whatever is left exits once it misses the controller's heartbeat
-        cluster.stop_engines_sync()
+        launched.stop_engines_sync()
 
 
 def shut_down_foreign(client: RankClient, launched: ipp.Cluster | None, *, engines: str, num_ranks: int) -> None:
@@ -152,7 +149,7 @@ def shut_down_foreign(client: RankClient, launched: ipp.Cluster | None, *, engin
         num_ranks: How many engines there are.
     """
     if launched is not None:
-        stop_engines(launched, engines)
+        stop_engines(launched)
     elif engines != "axon":
         with contextlib.suppress(Exception):
             client.shutdown(targets="all", hub=False, block=False)
@@ -160,8 +157,8 @@ def shut_down_foreign(client: RankClient, launched: ipp.Cluster | None, *, engin
             client.wait_unregistered(range(num_ranks), _SHUTDOWN_S)
 
 
-def launcher_class(engines: str) -> Any:
-    """Return ipyparallel's class for `engines`.
+def check_launcher(engines: str) -> None:
+    """Check `--engines`.
 
     Raises:
         UsageError: no launcher has that name.
@@ -171,7 +168,6 @@ def launcher_class(engines: str) -> Any:
             f"--engines must be axon or local; got {engines}. For ranks on other hosts, use `--hosts ssh:NAME`, "
             "`--hosts slurm`, `--hosts mpi:NAME` or `--hosts join`."
         )
-    return ForkedEngineSetLauncher if engines == "axon" else LocalEngineSetLauncher
 
 
 def _precreate_logs(connection: Connection, num_ranks: int) -> None:
@@ -184,15 +180,12 @@ def _precreate_logs(connection: Connection, num_ranks: int) -> None:
         path.chmod(0o600)
 
 
-def _raise_if_dead(connection: Connection, exit_codes: dict[int, int]) -> None:
+def _raise_if_dead(connection: Connection) -> None:
     if connection.agent.closed.is_set():
         raise StartError(connection.agent.end_reason or "The host agent exited while the ranks were starting.")
-    for rank, code in exit_codes.items():
-        log = connection.run_dir.profile / "log" / f"rank{rank}.log"
-        lines = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
-        raise StartError(
-            f"Rank {rank} exited with code {code} while starting: {' | '.join(lines) or 'it printed nothing'}"
-        )
+    for rank, event in list(connection.agent.exits.items()):
+        said = last_lines(connection.run_dir.profile / "log" / f"rank{rank}.log", 5) or "it printed nothing"
+        raise StartError(f"Rank {rank} exited with code {event.code} while starting: {said}")
 
 
 def _raise_if_engine_exited(launcher: Any) -> None:
@@ -200,20 +193,15 @@ def _raise_if_engine_exited(launcher: Any) -> None:
     # A set of engines drops those whose exit it noticed, which it does while an event loop runs, as in a notebook.
     stopped = getattr(launcher, "stop_data", None)
     for identifier in list(stopped.get("engines", ())) if isinstance(stopped, dict) else []:
-        raise _exit_error(f"Engine {identifier}", _last_lines(launcher.outputs.get(identifier) or ""))
-    for identifier, part in _parts(launcher).items():
+        raise _exit_error(identifier, _last_lines(launcher.outputs.get(identifier) or ""))
+    for identifier, part in launcher.launchers.items():
         process = getattr(part, "process", None)
         if process is not None and (not process.is_running() or _is_zombie(process)):
-            raise _exit_error(f"Engine {identifier}" if identifier else "An engine", _output(part))
+            raise _exit_error(identifier, _output(part))
 
 
-def _exit_error(engine: str, output: str) -> StartError:
-    return StartError(f"{engine} exited while starting: {output or 'it printed nothing'}")
-
-
-def _parts(launcher: Any) -> dict[str, Any]:
-    """Return the launcher of each engine by its identifier; a launcher that starts all with one process itself."""
-    return dict(getattr(launcher, "launchers", {})) or {"": launcher}
+def _exit_error(engine: object, output: str) -> StartError:
+    return StartError(f"Engine {engine} exited while starting: {output or 'it printed nothing'}")
 
 
 def _is_zombie(process: psutil.Process) -> bool:
@@ -225,9 +213,9 @@ def _is_zombie(process: psutil.Process) -> bool:
 
 
 def _last_output(launcher: Any) -> str:
-    """Return what a process of ipyparallel's own launchers on this host printed last; empty if there is none."""
-    with contextlib.suppress(Exception):  # other launchers, and files that do not exist yet
-        parts = [part for part in _parts(launcher).values() if getattr(part, "process", None) is not None]
+    """Return what an engine that ipyparallel has launched printed last; empty if there is none."""
+    with contextlib.suppress(Exception):  # files that do not exist yet
+        parts = [part for part in launcher.launchers.values() if getattr(part, "process", None) is not None]
         return next(filter(None, map(_output, parts)), "")
     return ""
 
@@ -256,7 +244,7 @@ def join_world(connection: Connection, layout: Layout, settings: Settings, *, ti
     await_handshake(connection, ranks, timeout_s)
     described = ask(connection, dict.fromkeys(ranks, Describe()), within=_remaining(end))
     for rank, info in described.items():
-        if reason := refuse_join(rank, info.host, info.version):
+        if reason := refuse_join(f"Rank {rank} on {info.host}", info.version):
             raise StartError(reason)
     placements = place_ranks(layout, [described[rank] for rank in ranks], threads_per_rank=settings.threads)
     store = store_address(connection, {info.host for info in described.values()})
@@ -284,19 +272,9 @@ def await_handshake(connection: Connection, ranks: Iterable[int], timeout_s: flo
 
 
 def store_address(connection: Connection, hosts: Collection[str]) -> str:
-    """Return the address of the rendezvous store for ranks on these hosts: a Unix socket here, TCP for other hosts.
-
-    Raises:
-        StartError: there are other hosts, and the cluster listens on loopback only.
-    """
+    """Return the address of the rendezvous store for ranks on these hosts: a Unix socket here, TCP for other hosts."""
     if set(hosts) <= {socket.gethostname()}:
         return str(connection.run_dir.store_socket)
-    joined = connection.agent.call(GetInfo()).hosts  # with `--interface lo`, agents on this machine
-    if connection.ip == LOOPBACK and not set(hosts) & set(joined):
-        raise StartError(
-            f"There are ranks on {', '.join(sorted(hosts))}. Use `--interface NAME` to name the network interface on "
-            "which they reach this host."
-        )
     key = store_key(connection.client.session.key)
     port = connection.agent.call(ServeStore(connection.ip, key.hex())).port
     return f"tcp:{connection.ip}:{port}"

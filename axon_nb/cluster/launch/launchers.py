@@ -11,16 +11,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import zmq
 from ipyparallel.cluster.launcher import ControllerLauncher, EngineLauncher
-from traitlets import Any as AnyTrait
 from traitlets import Float, Unicode
-from traitlets import List as ListTrait
 
-from axon_nb.cluster.launch.placement import LOOPBACK, Layout
+from axon_nb.cluster.launch.placement import LOOPBACK, Layout, rank_environment
 from axon_nb.cluster.rpc import forget_engine
 from axon_nb.errors import StartError
 from axon_nb.host.client import AgentClient, outcome, spawn_agent
@@ -160,10 +158,21 @@ def rank_hosts(agent: AgentClient, layout: Layout) -> list[HostFacts | None]:
     return [known[name] if name else None for name in layout.hosts]
 
 
+def fork_engines(agent: AgentClient, layout: Layout, ranks: Iterable[int]) -> None:
+    """Fork the engines of ranks where the layout has them.
+
+    Raises:
+        StartError: the agent cannot, or a host is not connected.
+        ClusterLostError: the agent is gone or does not reply.
+    """
+    hosts, file, folder = rank_hosts(agent, layout), agent.run_dir.engine_file, os.getcwd()
+    commands = [fork_request(rank, file, rank_environment(layout, rank), folder, host=hosts[rank]) for rank in ranks]
+    for reply in [agent.send(command) for command in commands]:
+        agent.result(Fork, reply)
+
+
 class AgentControllerLauncher(ControllerLauncher):
     """The controller, which the host agent has already started."""
-
-    running_agent = AnyTrait(help="The notebook's connection to the host agent.")
 
     def find_args(self) -> list[str]:
         """Return what ipyparallel logs as the command."""
@@ -185,11 +194,6 @@ class AgentControllerLauncher(ControllerLauncher):
 class ForkedEngineSetLauncher(EngineLauncher):
     """Engines forked from the host agent, with fixed ids: engine i gets id i."""
 
-    agent = AnyTrait(help="The notebook's connection to the host agent; None: find or start one.")
-    rank_env: ListTrait[dict[str, str]] = ListTrait(
-        help="Environment variables of each rank besides the notebook's own."
-    )
-    rank_hosts: ListTrait[HostFacts | None] = ListTrait(help="Host of each rank; None: this one; empty: all here.")
     fork_timeout = Float(120.0, config=True, help="Timeout in seconds for the agent to get ready and fork.")
     work_dir = Unicode(".")
 
@@ -203,8 +207,7 @@ class ForkedEngineSetLauncher(EngineLauncher):
     async def start(self, n: int) -> list[int]:
         """Fork `n` engines; return their pids."""
         self.n = n
-        agent = self.agent or await asyncio.to_thread(self._find_agent)
-        self.agent = agent
+        self.agent = agent = await asyncio.to_thread(self._find_agent)
         agent.on_event(self._on_event)
         self._live = set(range(n))
         self._main_loop = self.loop
@@ -216,9 +219,7 @@ class ForkedEngineSetLauncher(EngineLauncher):
 
     def _request(self, rank: int) -> Fork:
         folder = os.path.abspath(self.work_dir)
-        env = {**self.environment, **(self.rank_env[rank] if self.rank_env else {})}
-        host = self.rank_hosts[rank] if self.rank_hosts else None
-        return fork_request(rank, Path(self.connection_files["engine"]), env, folder, self.engine_args, host=host)
+        return fork_request(rank, Path(self.connection_files["engine"]), self.environment, folder, self.engine_args)
 
     def _find_agent(self) -> AgentClient:
         run_dir = RunDir(Path(self.profile_dir).parent)

@@ -24,6 +24,7 @@ from axon_nb.host.run_dir import RunDir, list_run_dirs
 from axon_nb.records.environment import CPU_BACKEND, MAX_RANKS
 from axon_nb.records.protocol.agent import EngineInfo
 from axon_nb.records.protocol.recovery import Placement
+from axon_nb.records.units import count_of
 
 BACKENDS = ("auto", "shm", "gloo", "nccl")
 LOOPBACK = "127.0.0.1"
@@ -99,8 +100,8 @@ def plan_layout(
     num_ranks = n if n is not None else min(4, max(2, cores)) if few else len(gpus)
     if backend == "nccl" and num_ranks > len(gpus):
         problem = (
-            f"NCCL needs one GPU per rank, but there are {num_ranks} ranks and {len(gpus)} free "
-            f"GPU{'s' * (len(gpus) > 1)}. Use `-n {len(gpus)}` or `--backend gloo`."
+            f"NCCL needs one GPU per rank, but there are {num_ranks} ranks and "
+            f"{count_of(len(gpus), 'free GPU')}. Use `-n {len(gpus)}` or `--backend gloo`."
             if gpus
             else "NCCL needs GPUs, and none is free here. Use `--backend gloo`."
         )
@@ -132,10 +133,9 @@ def rank_environment(layout: Layout, rank: int = 0) -> dict[str, str]:
 
 def explain_number(layout: Layout) -> str:
     """Say in a sentence why there are so many ranks if nobody chose it; empty if the layout's notes say it."""
-    num_gpus, ranks = len({*layout.devices} - {"cpu"}), f"{layout.num_ranks} rank{'s' * (layout.num_ranks > 1)}"
+    num_gpus, ranks = len({*layout.devices} - {"cpu"}), count_of(layout.num_ranks, "rank")
     if not num_gpus:
-        cores = usable_cores()
-        return f"{ranks} for {cores} CPU core{'s' * (cores > 1)} (2 to 4 by default); `-n` chooses another number."
+        return f"{ranks} for {count_of(usable_cores(), 'CPU core')} (2 to 4 by default); `-n` chooses another number."
     return f"{ranks}, one for each free GPU." if num_gpus == layout.num_ranks and not layout.visible_by_rank else ""
 
 
@@ -150,7 +150,7 @@ def _sharing(num_ranks: int, gpus: Sequence[Gpu], backend: str, *, more: bool) -
     """
     through = {"shm": "shared memory", "nccl": "NCCL"}.get(backend, "Gloo")
     instances = all(gpu.mig for gpu in gpus) and len(gpus) > 1
-    what = f"{len(gpus)} {'MIG instance' if instances else 'GPU'}{'s' * (len(gpus) > 1)}"
+    what = count_of(len(gpus), "MIG instance" if instances else "GPU")
     if num_ranks > len(gpus):
         alone = " Use `-n 1` for one rank, on NCCL." if more else ""
         return f"{num_ranks} ranks share {what} ({through}).{alone}"
@@ -280,8 +280,7 @@ def place_ranks(layout: Layout, rank_info: Sequence[EngineInfo], *, threads_per_
         local_rank = neighbours.index(rank)
         if layout.backend == "nccl" and gpus < len(neighbours):
             raise StartError(
-                f"NCCL needs one GPU per rank, but {info.host} has {len(neighbours)} ranks and "
-                f"{gpus} GPU{'s' * (gpus != 1)}."
+                f"NCCL needs one GPU per rank, but {info.host} has {len(neighbours)} ranks and {count_of(gpus, 'GPU')}."
             )
         device = f"cuda:{local_rank % gpus}" if gpus and layout.devices[0] != "cpu" else "cpu"
         threads = threads_per_rank or max(1, info.cores // len(neighbours))
@@ -310,11 +309,11 @@ def raise_if_over_quota(num_ranks: int, *, besides: RunDir | None = None) -> Non
     left = max(0, int(text) - sum(others.values()))
     if num_ranks <= left:
         return
-    fewer = f"use {_count_ranks(left)} at most" if left else ""
-    stop = " or ".join(f"{name!r} ({_count_ranks(number)})" for name, number in others.items())
+    fewer = f"use {count_of(left, 'rank')} at most" if left else ""
+    stop = " or ".join(f"{name!r} ({count_of(number, 'rank')})" for name, number in others.items())
     fixes = ", or ".join(filter(None, [fewer, f"stop {stop}; `axon-nb list` shows them" if others else ""]))
     raise UsageError(
-        f"This host allows {_count_ranks(int(text))} per user ({MAX_RANKS.name}); got {num_ranks}"
+        f"This host allows {count_of(int(text), 'rank')} per user ({MAX_RANKS.name}); got {num_ranks}"
         f"{f' besides {sum(others.values())} in other clusters' if others else ''}"
         f"{f': {fixes}' if fixes else ''}."
     )
@@ -325,10 +324,6 @@ def _ranks_of(besides: RunDir | None) -> Iterator[tuple[str, int]]:
         info = run_dir.read_info()
         if info.get("world_size") and (besides is None or run_dir.path != besides.path):
             yield str(info.get("name", "")), int(info["world_size"])
-
-
-def _count_ranks(number: int) -> str:
-    return f"{number} rank{'s' * (number != 1)}"
 
 
 def files_needed(num_ranks: int) -> int:

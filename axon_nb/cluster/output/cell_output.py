@@ -155,7 +155,8 @@ class CellOutput:
             rows = self._live.showable(self._parser.live_rows(now), self._parser.queue.oldest(now - 2 * HOLD_S))
             if cleared:
                 self._budget.reset(sum(item.size for _, item, _ in batch if item.kind in ("stdout", "stderr")))
-            notes = self._omission_notes() if final else []
+            omitted, budget = self._parser.omitted, self._budget
+            notes = omitted.close(budget.limit, exceeded=budget.exceeded) if final else []
         if cleared:
             self._printer.clear(sorted(cleared), wait=bool(batch))
         for rank, key, text in finished_bars:
@@ -182,9 +183,6 @@ class CellOutput:
             for rank in choice.ranks:
                 parser.omit(rank, choice.item)
         return batch
-
-    def _omission_notes(self) -> list[Choice]:
-        return self._parser.omitted.close(self._budget.limit, exceeded=self._budget.exceeded)
 
     def _flush_times(self, now: float) -> list[float]:
         times = [now + FLUSH_INTERVAL_S] if self._parser.queue or self._parser.finished_bars else []

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from axon_nb.cluster.output.merge import Choice, Item, MergeQueue
 from axon_nb.cluster.output.sinks import num_bytes
+from axon_nb.records.ranks import ranks_by
 from axon_nb.records.units import count_of, exact_bytes
 
 RATE = 400_000
@@ -173,9 +174,8 @@ class OmittedOutput:
             exceeded: Whether output was omitted because of that limit; else it was too much at once.
         """
         last_lines = self._last_lines()
-        by_count: dict[tuple[int, int, int], list[int]] = {}
-        for rank, count in sorted(self._counts.items()):
-            by_count.setdefault((count["lines"], count["displays"], count["size"]), []).append(rank)
+        counted = sorted(self._counts.items())
+        by_count = ranks_by(((count["lines"], count["displays"], count["size"]), rank) for rank, count in counted)
         notes = [
             Choice(ranks, Item(sentence, "stderr", sentence, 0, 0.0))
             for counts, ranks in by_count.items()

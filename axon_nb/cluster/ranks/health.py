@@ -101,16 +101,6 @@ class Health:
         return self.world.dead
 
     @property
-    def stuck(self) -> set[int]:
-        """Ranks that did not abort an earlier cell and have not replied since."""
-        return self.world.stuck
-
-    @property
-    def lost_contexts(self) -> set[int]:
-        """Ranks that lost their CUDA context, on NCCL: they run cells but cannot communicate."""
-        return self.world.lost_contexts
-
-    @property
     def disconnect_reason(self) -> str:
         """Why the cluster is gone; reads after its name. Empty while it is there."""
         return self.world.lost

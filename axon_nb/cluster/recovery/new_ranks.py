@@ -7,7 +7,6 @@ last step that every one of them holds.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -21,8 +20,7 @@ from msgspec import Struct, field
 from axon_nb.cluster import rpc
 from axon_nb.cluster.failures import REPAIR_HINT, Kept, RankError
 from axon_nb.cluster.launch.engines import ANSWER_S, COPY_S, STATES_S, ask, await_handshake, raise_if_exited
-from axon_nb.cluster.launch.launchers import fork_request, rank_hosts
-from axon_nb.cluster.launch.placement import rank_environment
+from axon_nb.cluster.launch.launchers import fork_engines
 from axon_nb.cluster.ranks.transitions import Done, Event, Failed, Perform, Repair, Resize, Step
 from axon_nb.errors import AxonError, ClusterLostError, StartError, UsageError
 from axon_nb.records.protocol import recovery as protocol
@@ -213,10 +211,7 @@ def fork_ranks(connection: Connection, layout: Layout, ranks: Sequence[int], int
         raise StartError(f"The controller did not unregister {name_ranks(ranks)} within {ANSWER_S:.0f} s.")
     if connection.folder is not None:
         connection.folder.update(again=True)
-    hosts = rank_hosts(connection.agent, layout)
-    for rank in ranks:
-        env, file = rank_environment(layout, rank), connection.run_dir.engine_file
-        connection.agent.call(fork_request(rank, file, env, os.getcwd(), host=hosts[rank]))
+    fork_engines(connection.agent, layout, ranks)
     end = time.monotonic() + ANSWER_S
     while not client.wait_registered(ranks, _POLL_S):
         raise_if_exited(connection, ranks)

@@ -75,7 +75,7 @@ def repair(
         UsageError: there is nothing to replace, these ranks cannot be replaced, or the source cannot be copied from.
         StartError: a new rank failed to start.
     """
-    targets = sorted({*state.health.dead, *state.health.lost_contexts, *(ranks or ())})
+    targets = sorted({*state.health.dead, *state.health.world.lost_contexts, *(ranks or ())})
     _check_request(state, targets, source, names, all_allowed)
     raise_if_silent(state)
     layout = state.layout if host is None else _moved(state, targets, host)
@@ -179,7 +179,7 @@ def raise_if_silent(state: ClusterState) -> None:
 def _check_request(
     state: ClusterState, targets: Sequence[int], source: int | None, names: Sequence[str], all_allowed: bool
 ) -> None:
-    if not targets and (source is not None or not (state.health.world.disabled or state.health.stuck)):
+    if not targets and (source is not None or not (state.health.world.disabled or state.health.world.stuck)):
         raise UsageError(
             "All ranks are alive. Use `--ranks 2` to replace one anyway; "
             "without `config protect=on` it loses its variables."
@@ -198,7 +198,7 @@ def _check_request(
         raise UsageError(f"--from must be a rank from 0 to {state.world_size - 1}; got {source}.")
     if source is not None and (source in targets or source in state.health.dead):
         raise UsageError(f"--from {source}: rank {source} is being replaced; choose a surviving rank.")
-    stuck = sorted(state.health.stuck - set(targets))
+    stuck = sorted(state.health.world.stuck - set(targets))
     if stuck:
         both, one, too = format_ranks({*stuck, *targets}), len(stuck) == 1, " too" if targets else ""
         raise UsageError(

@@ -110,8 +110,7 @@ def _check_request(state: ClusterState, size: int) -> None:
         parse_scheduler(state.hosts).raise_if_unreserved(size)
     if (world := state.health.world).missing or world.disabled:
         raise UsageError("Not all ranks can communicate: run `%distributed repair` first, then resize.")
-    if state.busy:
-        raise UsageError(f"A cell is running on {name_ranks(state.busy)}: wait for it or interrupt it, then resize.")
+    state.raise_if_busy("wait for it or interrupt it, then resize")
     if size > state.world_size:
         raise_if_too_few(size)
         raise_if_over_quota(size, besides=state.connection.run_dir)

@@ -23,7 +23,7 @@ from axon_nb.cluster.failures import describe_death
 from axon_nb.cluster.inspection.variables import PREDEFINED
 from axon_nb.cluster.launch import compatibility
 from axon_nb.cluster.launch.connection import Connection, default_name, in_kernel, kernel_id, open_existing, open_new
-from axon_nb.cluster.launch.engines import join_world, launch_engines, launcher_class, stop_engines
+from axon_nb.cluster.launch.engines import check_launcher, join_world, launch_engines, stop_engines
 from axon_nb.cluster.launch.hosts import HostsOption, await_hosts, own_address, parse_hosts, with_room
 from axon_nb.cluster.launch.placement import (
     LOOPBACK,
@@ -133,7 +133,7 @@ def start(
     )
     layout = plan()
     launcher = engines or ("axon" if hasattr(os, "fork") and os.path.isdir("/proc") else "local")
-    launcher_class(launcher)
+    check_launcher(launcher)
     hosts = with_scheduler_options(hosts, gpus_per_rank, placement)
     others = None if hosts is None else parse_hosts(hosts, layout.num_ranks)
     ip = own_address(interface, others, launcher, sync=sync)
@@ -183,7 +183,7 @@ def start(
         cluster = session.new_cluster(ClusterState(connection, layout, chosen_settings, facts))
     except BaseException:
         if launched is not None:
-            stop_engines(launched, launcher)
+            stop_engines(launched)
         if connection is not None:
             connection.stop()
         if others is not None:

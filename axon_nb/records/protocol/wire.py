@@ -261,31 +261,19 @@ def refuse_attach(name: str, theirs: Version) -> str:
     )
 
 
-def refuse_join(rank: int, host: str, theirs: Version) -> str:
-    """Why a rank cannot join, with the fix; empty if both sides speak the same protocol.
+def refuse_join(who: str, theirs: Version) -> str:
+    """Why a rank or the agent of a host cannot join, with the fix; empty if both sides speak the same protocol.
 
     Args:
-        rank: The rank.
-        host: Where it runs.
+        who: Starts the sentence, such as ``Rank 3 on node7``.
         theirs: What it runs.
     """
     ours = own_version()
     if theirs.protocol == ours.protocol:
         return ""
     return (
-        f"Rank {rank} on {host} runs {theirs}, but this notebook has {ours}. Install axon_nb {ours.package} on every "
-        "host, then run `%distributed start`."
-    )
-
-
-def refuse_host(name: str, theirs: Version) -> str:
-    """Why a host's agent cannot join the cluster, with the fix; empty if both sides speak the same protocol."""
-    own = own_version()
-    if theirs.protocol == own.protocol:
-        return ""
-    return (
-        f"The host {name!r} runs {theirs}, but the notebook has {own}. Install axon_nb {own.package} on every host, "
-        "then run `%distributed start`."
+        f"{who} runs {theirs}, but the notebook has {ours}. Install axon_nb {ours.package} on every host, then run "
+        "`%distributed start`."
     )
 
 

@@ -373,7 +373,7 @@ def test_started_collective_of_ranks_outside_the_cell_is_named() -> None:
 def test_pending_aborts_are_waited_for() -> None:
     ranks: Any = Ranks()
     controller, now = AbortController(ranks, [0, 1]), 100.0
-    controller.step(now, [0, 1], failed_at=None, died=False, interrupted=False, timed_out=True)
+    controller.step(now, [0, 1], transitions.Abort(timed_out=True))
     assert len(ranks.late) == 2
     ranks.late[0].set_result(NOTICED)
     assert not controller.acknowledged(now + 5.0, set())
@@ -388,7 +388,7 @@ def test_output_of_an_aborted_cell_is_awaited_after_replies() -> None:
     controller = AbortController(ranks, [0])
     run = CellRun(ranks, [0], CellOutput([0], RecordingSink()), controller)
     earlier = time.monotonic() - 2.0  # longer ago than stopped ranks are waited for
-    controller.step(earlier, [0], failed_at=None, died=False, interrupted=False, timed_out=True)
+    controller.step(earlier, [0], transitions.Abort(timed_out=True))
     ranks.late[0].set_result(NOTICED)
     run.on_outcome(0, CellOutcome("ok"))
     assert not run.step()

@@ -198,13 +198,13 @@ def test_version_mismatch_is_rejected_with_fix() -> None:
     own = own_version()
     assert read_version(encode(own)) == own
     assert refuse_attach("demo", own) == ""
-    assert refuse_join(1, "here", own) == ""
+    assert refuse_join("Rank 1 on here", own) == ""
     newer = Version("9.9", PROTOCOL + 1)
     said = refuse_attach("demo", newer)
     assert said.startswith(f"The ranks of 'demo' run axon_nb 9.9 (protocol {PROTOCOL + 1}), but this notebook has ")
     assert "`%distributed start`" in said
     assert "install axon_nb 9.9 here" in said
-    assert "Rank 3 on far runs axon_nb 9.9" in refuse_join(3, "far", newer)
+    assert "Rank 3 on far runs axon_nb 9.9" in refuse_join("Rank 3 on far", newer)
 
 
 @pytest.mark.parametrize("fields", [None, {}, {"package": 1, "protocol": "2"}])
