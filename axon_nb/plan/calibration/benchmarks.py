@@ -31,7 +31,8 @@ from axon_nb.plan.hardware import PHASES, Cost, Link, Rates, rounds_and_volume
 from axon_nb.plan.timing import predict_step
 from axon_nb.plan.tracing.subject import ModelSource
 from axon_nb.plan.tracing.trace import ModelTrace
-from axon_nb.plan.traffic.communication import ParallelLayout, traffic_of
+from axon_nb.plan.traffic.communication import traffic_of
+from axon_nb.plan.traffic.layout import ParallelLayout
 
 MEASURED_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
 """Operations that are measured, in this order."""
