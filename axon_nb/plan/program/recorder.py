@@ -277,9 +277,9 @@ class ProgramLog(StorageLog):
         sizes = tuple(map(len, self._groups))
         signature = hash((places, tuple(self.events), shapes, sizes, peak.bytes, tuple(peak.by_place.items())))
         return RankRecord(
-            self.rank, places, tuple(self.events), tuple(self._calls), tuple(self._groups), self._flops, peak.bytes,
-            peak.place, peak.by_place, peak.over, sum(one[0] == "step" and not one[3] for one in self.events),
-            signature, tuple(self._by_dtype), tuple(self._pipeline_steps),
+            self.rank, places, tuple(self.events), tuple(self._calls), tuple(self._groups), self._flops, peak,
+            sum(one[0] == "step" and not one[3] for one in self.events), signature, tuple(self._by_dtype),
+            tuple(self._pipeline_steps),
         )  # fmt: skip
 
 
