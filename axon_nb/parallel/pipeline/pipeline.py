@@ -233,7 +233,7 @@ class Pipeline(HeldStages):
 
     def mean_loss(self, losses: torch.Tensor | None) -> float:
         """Average the losses that `step` returned; the same on every rank. Collective."""
-        device = next(iter(self._devices.values()))
+        device = next(iter(self.devices.values()))
         mean = torch.zeros((), dtype=torch.float64, device=device)
         if losses is not None:
             mean.copy_(losses.mean())
@@ -274,12 +274,12 @@ class Pipeline(HeldStages):
             self._runner = None
 
     def _misplaced(self, name: str, stage: int, value: Any) -> str | None:
-        device = self._devices[stage]
+        device = self.devices[stage]
         return describe_other_device(name, device.type, lambda: device, value) or None
 
     def _shape_context(self) -> tuple[Any, ...]:
         """Return what else determines shapes and dtypes between stages, and which parameters need gradients."""
-        kinds = {device.type for device in self._devices.values()}
+        kinds = {device.type for device in self.devices.values()}
         casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
         return casts, tuple((parameter.requires_grad, parameter.dtype) for parameter in self.parameters())
 
@@ -308,7 +308,7 @@ class Runner:
         group, kind = pipe.group, pipe.schedule
         torch_group = group.torch_group
         stages = [
-            TorchStage(module, index, pipe.num_stages, pipe._devices[index], group=torch_group)
+            TorchStage(module, index, pipe.num_stages, pipe.devices[index], group=torch_group)
             for index, module in sorted(pipe._stage_modules.items())
         ]
         for stage in stages:
@@ -435,7 +435,7 @@ class ForwardPass:
             deferred: list[tuple[int, Any]] = []
             for microbatch in range(self._pipe.num_microbatches):
                 args = inputs[microbatch] if stage == 0 else self._inputs(stage, microbatch)
-                start = device_clock.moment(self._pipe._devices[stage])
+                start = device_clock.moment(self._pipe.devices[stage])
                 with suppress_spans("forward"):
                     output = self._modules[stage](*args)
                 self._record("F", start, (stage, microbatch))
