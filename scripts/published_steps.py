@@ -12,7 +12,8 @@ import torch
 
 from axon_nb.plan.hardware import CARDS, FITTED, Shares, links_of_card
 from axon_nb.plan.timing import StepTime, predict_step, step_time_of
-from axon_nb.plan.traffic.communication import ParallelLayout, joined_links, traffic_of
+from axon_nb.plan.traffic.communication import joined_links, traffic_of
+from axon_nb.plan.traffic.layout import ParallelLayout
 from axon_nb.plan.traffic.plan import CommunicationPlan
 from scripts.generated_page import ROOT
 from scripts.published_models import MODELS, TP_PLAN, trace_of

@@ -18,7 +18,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -29,36 +29,37 @@ from axon_nb.records.environment import DEEPSPEED_ACCELERATOR
 from axon_nb.records.hooks import missing_hooks
 
 _PACKAGES = ("axon_nb.comm", "axon_nb.engine", "axon_nb.records", "axon_nb.shell")
-SURPRISES = {
+SURPRISES: Mapping[str, str | tuple[str, str, str]] = {
     "accelerate.state": "prepare_accelerate",
-    "accelerate.utils.operations": "prepare_gather_object",
-    "datasets.distributed": "prepare_split",
-    "lightning.fabric.fabric": "prepare_fabric",
-    "lightning_fabric.fabric": "prepare_fabric",
+    "accelerate.utils.operations": ("before", "gather_object", "check_gathered"),
+    "datasets.distributed": ("before", "split_dataset_by_node", "check_mixture"),
+    "lightning.fabric.fabric": ("before", "Fabric.all_reduce", "check_mean"),
+    "lightning_fabric.fabric": ("before", "Fabric.all_reduce", "check_mean"),
     "pandas.core.series": "prepare_series",
-    "pyarrow.parquet.core": "prepare_parquet",
+    "pyarrow.parquet.core": ("after", "ParquetDataset.__init__", "check_columns"),
     "ray": "prepare_shared_arrays",
-    "tensordict._lazy": "prepare_lazy_stacks",
+    "tensordict._lazy": ("before", "LazyStackedTensorDict.contiguous", "check_stack"),
     "tensordict.base": "prepare_tensordict",
-    "torch._dynamo.eval_frame": "prepare_compiler",
-    "torch.distributed.checkpoint.default_planner": "prepare_loads",
-    "torch.distributed.checkpoint.format_utils": "prepare_conversion",
+    "torch._dynamo.eval_frame": ("before", "OptimizedModule.__init__", "check_compiled"),
+    "torch.distributed.checkpoint.default_planner": ("before", "create_default_local_load_plan", "check_loads"),
+    "torch.distributed.checkpoint.format_utils": ("before", "dcp_to_torch_save", "check_saved_names"),
     "torch.distributed.checkpoint.hf_storage": "prepare_safetensors",
     "torch.distributed.checkpoint.state_dict": "prepare_state_dicts",
     "torch.distributed.fsdp._fully_shard._fsdp_param": "prepare_fully_shard",
     "torch.distributed.fsdp._fully_shard._fsdp_state": "prepare_casts",
-    "torch.distributed.nn.functional": "prepare_functional",
-    "torch.distributed.pipelining": "prepare_tracing",
+    "torch.distributed.nn.functional": ("before", "all_reduce", "check_reduction"),
+    "torch.distributed.pipelining": ("after", "pipeline", "check_shared_weights"),
     "torch.distributed.pipelining.schedules": "prepare_schedules",
     "torch.distributed.tensor": "watch_dtensors",
     "torch.distributed.tensor.parallel": "prepare_parallelize",
     "torch.utils.cpp_extension": "prepare_extensions",
-    "torch.utils.tensorboard.writer": "prepare_tensorboard",
-    "torchdata.stateful_dataloader": "prepare_loader",
-    "torchdata.stateful_dataloader.sampler": "prepare_sampler",
-    "torchmetrics.aggregation": "prepare_sum_metric",
+    "torch.utils.tensorboard.writer": ("after", "SummaryWriter.__init__", "check_folder"),
+    "torchdata.stateful_dataloader": ("before", "StatefulDataLoader.load_state_dict", "check_generator"),
+    "torchdata.stateful_dataloader.sampler": ("before", "StatefulDistributedSampler.load_state_dict", "check_epoch"),
+    "torchmetrics.aggregation": ("after", "SumMetric.update", "check_sum"),
 }
-"""By module: the function of `axon_nb.compat.surprises` or `sharded_tensors` that prepares it after its import."""
+"""By module: the function of `axon_nb.compat.surprises` or `sharded_tensors` that prepares it after its import; or when
+which of `surprises` looks at the calls of one of the module's functions."""
 Hook = Callable[[ModuleType], None]
 """Called with the imported module, and again when it is reloaded."""
 

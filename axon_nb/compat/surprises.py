@@ -37,9 +37,14 @@ _FIRST_STATE: Mapping[str, float] = {"step": 0.0, "mu_product": 1.0, "exp_inf": 
 
 
 def prepare(module: ModuleType) -> None:
-    """Prepare a module that was just imported, by the function that `SURPRISES` names for it."""
-    name = SURPRISES[module.__name__]
-    (vars(sharded_tensors).get(name) or globals()[name])(module)
+    """Prepare a module that was just imported, as `SURPRISES` says."""
+    entry = SURPRISES[module.__name__]
+    if isinstance(entry, str):
+        (vars(sharded_tensors).get(entry) or globals()[entry])(module)
+        return
+    when, place, look = entry
+    *owners, name = place.split(".")
+    (before if when == "before" else after)(functools.reduce(getattr, owners, module), name, globals()[look])
 
 
 # ---- torch.distributed.checkpoint
@@ -77,43 +82,35 @@ def _check_groups(model: Any, optimizers: Any, optim_state_dict: Any = None, **_
         )
 
 
-def prepare_loads(module: ModuleType) -> None:
+def check_loads(state_dict: Mapping[str, Any], metadata: Any, *_: Any, **__: Any) -> None:
     """Look for values that are loaded into a type that cannot hold them."""
-
-    def look(state_dict: Mapping[str, Any], metadata: Any, *_: Any, **__: Any) -> None:
-        for name, saved in metadata.state_dict_metadata.items():
-            kind, value = getattr(getattr(saved, "properties", None), "dtype", None), state_dict.get(name)
-            if kind is None or not isinstance(value, torch.Tensor) or kind == value.dtype:
-                continue
-            is_cut = not value.dtype.is_floating_point and not value.dtype.is_complex
-            if not torch.can_cast(kind, value.dtype) or (is_cut and value.dtype.itemsize < kind.itemsize):
-                tell(
-                    f"`{name}`{{place}} was saved as {kind} and is loaded into {value.dtype}, which cuts its values: "
-                    "load it into a tensor of the type that was saved."
-                )
-
-    before(module, "create_default_local_load_plan", look)
+    for name, saved in metadata.state_dict_metadata.items():
+        kind, value = getattr(getattr(saved, "properties", None), "dtype", None), state_dict.get(name)
+        if kind is None or not isinstance(value, torch.Tensor) or kind == value.dtype:
+            continue
+        is_cut = not value.dtype.is_floating_point and not value.dtype.is_complex
+        if not torch.can_cast(kind, value.dtype) or (is_cut and value.dtype.itemsize < kind.itemsize):
+            tell(
+                f"`{name}`{{place}} was saved as {kind} and is loaded into {value.dtype}, which cuts its values: "
+                "load it into a tensor of the type that was saved."
+            )
 
 
-def prepare_conversion(module: ModuleType) -> None:
+def check_saved_names(folder: Any, *args: Any, **kwargs: Any) -> None:
     """Look for optimizer states, whose numbers become text."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    def look(folder: Any, *args: Any, **kwargs: Any) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-        names = FileSystemReader(folder).read_metadata().state_dict_metadata
-        if any(re.search(r"(^|\.)milestones\.\d+$", name) for name in names):
-            tell(
-                "dcp_to_torch_save{place} turns the milestones of a scheduler into text, and the rate is never lowered "
-                "again: convert back with `Counter({int(key): value for key, value in saved.items()})`."
-            )
-        if any(re.search(r"(^|\.)state\.\d+\.", name) for name in names):
-            tell(
-                "dcp_to_torch_save{place} turns the numbers in an optimizer's state into text, and load_state_dict "
-                'then finds no state: convert back with `{int(key): value for key, value in saved["state"].items()}`.'
-            )
-
-    before(module, "dcp_to_torch_save", look)
+    names = FileSystemReader(folder).read_metadata().state_dict_metadata
+    if any(re.search(r"(^|\.)milestones\.\d+$", name) for name in names):
+        tell(
+            "dcp_to_torch_save{place} turns the milestones of a scheduler into text, and the rate is never lowered "
+            "again: convert back with `Counter({int(key): value for key, value in saved.items()})`."
+        )
+    if any(re.search(r"(^|\.)state\.\d+\.", name) for name in names):
+        tell(
+            "dcp_to_torch_save{place} turns the numbers in an optimizer's state into text, and load_state_dict "
+            'then finds no state: convert back with `{int(key): value for key, value in saved["state"].items()}`.'
+        )
 
 
 def prepare_safetensors(module: ModuleType) -> None:
@@ -199,22 +196,18 @@ def _counts_batches(module: Any) -> bool:
     return module.training and getattr(module, "num_batches_tracked", None) is not None
 
 
-def prepare_tracing(module: ModuleType) -> None:
+def check_shared_weights(pipe: Any, model: Any, *args: Any) -> None:
     """Look for weights that layers share, and that become a copy in each stage."""
-
-    def look(pipe: Any, model: Any, *args: Any) -> None:
-        shared: dict[Any, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            shared.setdefault(parameter, []).append(name)
-        stages = [dict(pipe.get_stage_module(number).named_parameters()) for number in range(pipe.num_stages)]
-        for names in shared.values():
-            if sum(any(name in stage for name in names) for stage in stages) > 1 and len(names) > 1:
-                tell(
-                    f"{' and '.join(names)} are one parameter, of which pipeline(){{place}} gives each stage a copy: "
-                    "sum their gradients over these stages with all_reduce before each optimizer step."
-                )
-
-    after(module, "pipeline", look)
+    shared: dict[Any, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(parameter, []).append(name)
+    stages = [dict(pipe.get_stage_module(number).named_parameters()) for number in range(pipe.num_stages)]
+    for names in shared.values():
+        if sum(any(name in stage for name in names) for stage in stages) > 1 and len(names) > 1:
+            tell(
+                f"{' and '.join(names)} are one parameter, of which pipeline(){{place}} gives each stage a copy: "
+                "sum their gradients over these stages with all_reduce before each optimizer step."
+            )
 
 
 def check_conversion(module: Any) -> None:
@@ -228,33 +221,25 @@ def check_conversion(module: Any) -> None:
         )
 
 
-def prepare_functional(module: ModuleType) -> None:
+def check_reduction(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
     """Look for reductions whose gradient torch takes for that of a sum."""
-
-    def look(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-        if tensor.requires_grad and torch.is_grad_enabled() and op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            name = str(getattr(op, "op", op)).rpartition(".")[-1]
-            tell(
-                f"the gradient of all_reduce with {name}{{place}} goes to the values of all ranks: gather them "
-                "with all_gather of torch.distributed.nn.functional, and reduce the stack."
-            )
-
-    before(module, "all_reduce", look)
+    if tensor.requires_grad and torch.is_grad_enabled() and op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        name = str(getattr(op, "op", op)).rpartition(".")[-1]
+        tell(
+            f"the gradient of all_reduce with {name}{{place}} goes to the values of all ranks: gather them "
+            "with all_gather of torch.distributed.nn.functional, and reduce the stack."
+        )
 
 
-def prepare_compiler(module: ModuleType) -> None:
+def check_compiled(_: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     """Look for DDP around modules of torch alone."""
-
-    def look(_: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        if type(model).__name__ == "DistributedDataParallel" and all(
-            type(part).__module__.startswith("torch.nn.") for part in model.modules()
-        ):
-            tell(
-                f"torch.compile(DDP({type(model.module).__name__})){{place}} compiles nothing, as torch skips modules "
-                "of torch.nn there: use DDP(torch.compile(model))."
-            )
-
-    before(module.OptimizedModule, "__init__", look)
+    if type(model).__name__ == "DistributedDataParallel" and all(
+        type(part).__module__.startswith("torch.nn.") for part in model.modules()
+    ):
+        tell(
+            f"torch.compile(DDP({type(model.module).__name__})){{place}} compiles nothing, as torch skips modules "
+            "of torch.nn there: use DDP(torch.compile(model))."
+        )
 
 
 def prepare_extensions(module: ModuleType) -> None:
@@ -275,12 +260,8 @@ def prepare_extensions(module: ModuleType) -> None:
     module.load_inline = load_inline  # type: ignore[attr-defined]
 
 
-def prepare_tensorboard(module: ModuleType) -> None:
+def check_folder(_: None, writer: Any, *args: Any) -> None:
     """Look for files of several processes."""
-    after(module.SummaryWriter, "__init__", _check_folder)
-
-
-def _check_folder(_: None, writer: Any, *args: Any) -> None:
     files = Path(writer.log_dir).glob("events.out.tfevents.*")
     if len({_writer_of(file) for file in files}) > 1:
         tell(
@@ -312,56 +293,40 @@ def _copied(value: Any) -> Any:
     return {key: _copied(one) for key, one in value.items()} if type(value) is dict else value
 
 
-def prepare_gather_object(module: ModuleType) -> None:
+def check_gathered(value: Any) -> None:
     """Look for objects that Accelerate takes apart."""
-
-    def look(value: Any) -> None:
-        if isinstance(value, str | dict) and dist.get_world_size() > 1:
-            lost = "keys, without values" if isinstance(value, dict) else "letters"
-            tell(f"gather_object{{place}} returns the {lost}: pass a list with the {type(value).__name__} in it.")
-
-    before(module, "gather_object", look)
+    if isinstance(value, str | dict) and dist.get_world_size() > 1:
+        lost = "keys, without values" if isinstance(value, dict) else "letters"
+        tell(f"gather_object{{place}} returns the {lost}: pass a list with the {type(value).__name__} in it.")
 
 
-def prepare_split(module: ModuleType) -> None:
+def check_mixture(dataset: Any, rank: int, world_size: int) -> None:
     """Look for mixtures whose sources alternate as the ranks do."""
-
-    def look(dataset: Any, rank: int, world_size: int) -> None:
-        kind = "CyclingMultiSourcesExamplesIterable"
-        sources = next((one.ex_iterables for one in vars(dataset).values() if type(one).__name__ == kind), ())
-        if sources and dataset.num_shards % world_size and math.gcd(len(sources), world_size) > 1:
-            tell(
-                f"split_dataset_by_node{{place}} gives a rank examples of some of the {len(sources)} interleaved "
-                "sources only: pass probabilities to interleave_datasets, or use as many shards as ranks."
-            )
-
-    before(module, "split_dataset_by_node", look)
+    kind = "CyclingMultiSourcesExamplesIterable"
+    sources = next((one.ex_iterables for one in vars(dataset).values() if type(one).__name__ == kind), ())
+    if sources and dataset.num_shards % world_size and math.gcd(len(sources), world_size) > 1:
+        tell(
+            f"split_dataset_by_node{{place}} gives a rank examples of some of the {len(sources)} interleaved "
+            "sources only: pass probabilities to interleave_datasets, or use as many shards as ranks."
+        )
 
 
-def prepare_parquet(module: ModuleType) -> None:
+def check_columns(_: None, dataset: Any, *args: Any) -> None:
     """Look for columns that the first of the files lacks."""
-
-    def look(_: None, dataset: Any, *args: Any) -> None:
-        files = dataset.fragments[:64]  # each look reads a file's end
-        if lost := {name for file in files for name in file.physical_schema.names} - set(dataset.schema.names):
-            names = ", ".join(sorted(lost))
-            tell(f"reading Parquet files{{place}} drops columns that the first file lacks: {names}.")
-
-    after(module.ParquetDataset, "__init__", look)
+    files = dataset.fragments[:64]  # each look reads a file's end
+    if lost := {name for file in files for name in file.physical_schema.names} - set(dataset.schema.names):
+        names = ", ".join(sorted(lost))
+        tell(f"reading Parquet files{{place}} drops columns that the first file lacks: {names}.")
 
 
-def prepare_sum_metric(module: ModuleType) -> None:
+def check_sum(_: None, metric: Any, *args: Any) -> None:
     """Look for sums that are too large for their numbers."""
-
-    def look(_: None, metric: Any, *args: Any) -> None:
-        total = metric.sum_value
-        if total.dtype is torch.float32 and total.abs() >= 2**24:
-            tell(
-                "SumMetric{place} has reached 2**24, where float32 drops single counts: use "
-                "`SumMetric().set_dtype(torch.float64)`."
-            )
-
-    after(module.SumMetric, "update", look)
+    total = metric.sum_value
+    if total.dtype is torch.float32 and total.abs() >= 2**24:
+        tell(
+            "SumMetric{place} has reached 2**24, where float32 drops single counts: use "
+            "`SumMetric().set_dtype(torch.float64)`."
+        )
 
 
 def prepare_shared_arrays(_: ModuleType) -> None:
@@ -410,45 +375,33 @@ def prepare_series(module: ModuleType) -> None:
     warnings.showwarning = showwarning
 
 
-def prepare_fabric(module: ModuleType) -> None:
+def check_mean(_: Any, data: Any, group: Any = None, reduce_op: Any = "mean") -> None:
     """Look for means of integers."""
-
-    def look(_: Any, data: Any, group: Any = None, reduce_op: Any = "mean") -> None:
-        if str(reduce_op).lower() in ("mean", "avg") and any(_is_integer(value) for value in tree_leaves(data)):
-            tell("Fabric.all_reduce{place} cuts the mean of integers to an integer: pass floats.")
-
-    before(module.Fabric, "all_reduce", look)
+    if str(reduce_op).lower() in ("mean", "avg") and any(_is_integer(value) for value in tree_leaves(data)):
+        tell("Fabric.all_reduce{place} cuts the mean of integers to an integer: pass floats.")
 
 
 def _is_integer(value: Any) -> bool:
     return (torch.is_tensor(value) and not value.is_floating_point()) or isinstance(value, int)
 
 
-def prepare_sampler(module: ModuleType) -> None:
+def check_epoch(sampler: Any, state: Any) -> None:
     """Look for states of a sampler in epoch 0."""
-
-    def look(sampler: Any, state: Any) -> None:
-        if sampler.shuffle and not sampler.epoch:
-            tell(
-                "StatefulDistributedSampler{place} resumes in the order of epoch 0, as its state has no epoch: call "
-                "set_epoch() with the epoch that was saved, before the first batch."
-            )
-
-    before(module.StatefulDistributedSampler, "load_state_dict", look)
+    if sampler.shuffle and not sampler.epoch:
+        tell(
+            "StatefulDistributedSampler{place} resumes in the order of epoch 0, as its state has no epoch: call "
+            "set_epoch() with the epoch that was saved, before the first batch."
+        )
 
 
-def prepare_loader(module: ModuleType) -> None:
+def check_generator(loader: Any, state: Any) -> None:
     """Look for loaders that shuffle by a generator of the user's, from which a resumed one draws once more."""
-
-    def look(loader: Any, state: Any) -> None:
-        generator = loader.generator
-        if generator is not None and not loader.num_workers and getattr(loader.sampler, "generator", None) is generator:
-            tell(
-                "StatefulDataLoader.load_state_dict{place} leaves the next epochs in another order than without a "
-                "resume: give the generator to `sampler=RandomSampler(data, generator=...)` instead."
-            )
-
-    before(module.StatefulDataLoader, "load_state_dict", look)
+    generator = loader.generator
+    if generator is not None and not loader.num_workers and getattr(loader.sampler, "generator", None) is generator:
+        tell(
+            "StatefulDataLoader.load_state_dict{place} leaves the next epochs in another order than without a "
+            "resume: give the generator to `sampler=RandomSampler(data, generator=...)` instead."
+        )
 
 
 def prepare_tensordict(module: ModuleType) -> None:
@@ -462,13 +415,9 @@ def prepare_tensordict(module: ModuleType) -> None:
         before(module.TensorDictBase, name, look)
 
 
-def prepare_lazy_stacks(module: ModuleType) -> None:
+def check_stack(stack: Any, *args: Any, **kwargs: Any) -> None:
     """Look for entries that only some elements have."""
-
-    def look(stack: Any, *args: Any, **kwargs: Any) -> None:
-        each = [set(one.keys(True, True)) for one in stack.tensordicts]
-        if missing := set.union(*each) - set.intersection(*each):
-            names = ", ".join(sorted(map(str, missing)))
-            tell(f"contiguous(){{place}} drops what only some of the stacked TensorDicts have: {names}.")
-
-    before(module.LazyStackedTensorDict, "contiguous", look)
+    each = [set(one.keys(True, True)) for one in stack.tensordicts]
+    if missing := set.union(*each) - set.intersection(*each):
+        names = ", ".join(sorted(map(str, missing)))
+        tell(f"contiguous(){{place}} drops what only some of the stacked TensorDicts have: {names}.")

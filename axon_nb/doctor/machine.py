@@ -31,17 +31,11 @@ _MIN_FREE_SHM_BYTES = 64 << 20
 _MIN_FREE_DISK_BYTES = 64 << 20
 _BASE_BYTES, _RANK_BYTES = 192 << 20, 64 << 20
 """Memory of a cluster without user data. Measured with torch 2.13 on CPUs: 130 MiB plus 40 MiB per rank."""
-_LIMIT = {
-    ("memory", 1): "memory.limit_in_bytes",
-    ("memory", 2): "memory.max",
-    ("pids", 1): "pids.max",
-    ("pids", 2): "pids.max",
-}
-_USAGE = {
-    ("memory", 1): "memory.usage_in_bytes",
-    ("memory", 2): "memory.current",
-    ("pids", 1): "pids.current",
-    ("pids", 2): "pids.current",
+_LIMIT_AND_USAGE = {
+    ("memory", 1): ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ("memory", 2): ("memory.max", "memory.current"),
+    ("pids", 1): ("pids.max", "pids.current"),
+    ("pids", 2): ("pids.max", "pids.current"),
 }
 """Files by controller and version of cgroups."""
 _V1_UNLIMITED = 1 << 60
@@ -187,7 +181,7 @@ def cgroup_limit(
     """
     limits = []
     for folder, version in resources.cgroup_folders(controller, root=root, own=own):
-        limit, used = (_read_number(folder / file[controller, version]) for file in (_LIMIT, _USAGE))
+        limit, used = (_read_number(folder / file) for file in _LIMIT_AND_USAGE[controller, version])
         if limit is not None and limit < _V1_UNLIMITED:
             limits.append((limit, used or 0))
     return min(limits, key=lambda pair: pair[0] - pair[1], default=None)

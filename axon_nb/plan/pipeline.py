@@ -43,36 +43,22 @@ class Formula(NamedTuple):
     source: str
 
 
-def bubble_formula(
-    schedule: PipelineSchedule,
-    *,
-    num_ranks: int,
-    num_stages: int,
-    num_microbatches: int,
-    times: Sequence[tuple[float, float, float | None]],
-    latency_s: Sequence[float],
-) -> Formula | None:
+def bubble_formula(plan: SchedulePlan) -> Formula | None:
     """Return the published bubble; None if there is no formula for these numbers.
 
     The formulas assume equal stages and free messages and, with several stages per rank, a multiple of P microbatches.
     Those of zero-bubble schedules assume F = I = W.
-
-    Args:
-        schedule: The schedule.
-        num_ranks: P.
-        num_stages: v P.
-        num_microbatches: M.
-        times: (forward, backward, the weights' part of backward) per stage, in seconds.
-        latency_s: The latency per boundary, in seconds.
     """
-    forward, backward, weight = times[0]
-    if schedule not in _SOURCES or any(latency_s) or len(set(times)) > 1 or not forward + backward:
+    kind, num_ranks, num_microbatches = plan.schedule, plan.num_ranks, plan.num_microbatches
+    forward, backward, weight = plan.times[0].forward_s, plan.times[0].backward_s, plan.times[0].weight_s
+    is_uneven = any((*plan.latency_s, *plan.backward_latency_s)) or len(set(plan.times)) > 1
+    if kind not in _SOURCES or is_uneven or not forward + backward:
         return None
-    if schedule.has_many_stages and num_microbatches % num_ranks:
+    if kind.has_many_stages and num_microbatches % num_ranks:
         return None
-    per_rank = num_stages // num_ranks
-    source = _SOURCES[schedule]
-    if schedule is not PipelineSchedule.INTERLEAVED_ZERO_BUBBLE:
+    per_rank = plan.num_stages // num_ranks
+    source = _SOURCES[kind]
+    if kind is not PipelineSchedule.INTERLEAVED_ZERO_BUBBLE:
         text = "(P - 1) / (M + P - 1)" if per_rank == 1 else "(P - 1) / (v M + P - 1)"
         return Formula((num_ranks - 1) / (per_rank * num_microbatches + num_ranks - 1), text, source)
     weight = backward / 2 if weight is None else weight
@@ -148,14 +134,7 @@ class SchedulePlan(Shown):
     @property
     def formula(self) -> Formula | None:
         """The published bubble for equal stages and free messages; None: there is none."""
-        return bubble_formula(
-            self.schedule,
-            num_ranks=self.num_ranks,
-            num_stages=self.num_stages,
-            num_microbatches=self.num_microbatches,
-            times=[(one.forward_s, one.backward_s, one.weight_s) for one in self.times],
-            latency_s=(*self.latency_s, *self.backward_latency_s),
-        )
+        return bubble_formula(self)
 
     @cached_property
     def timeline(self) -> tuple[Span, ...]:

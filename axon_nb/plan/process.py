@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import IO, Any, Generic, NoReturn, TypeVar, cast
+from typing import IO, Any, Generic, NoReturn, TypeVar
 
 from axon_nb.host.children import set_parent_death_signal
 from axon_nb.plan.errors import PlanCancelledError, PlanError, SimulatorError
@@ -190,23 +190,17 @@ def _reported(result: T, number: int, progress: Callable[[int], None] | None) ->
 def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
     with contextlib.ExitStack() as stack:
         forks = [stack.enter_context(_Fork(call)) for call in calls]
-        results: list[T | _Died] = [fork.result() for fork in forks]
-    return [
-        _retried(call) if isinstance(result, _Died) else result for call, result in zip(calls, results, strict=True)
-    ]
+        results = [fork.results() for fork in forks]
+    return [found[0] if found else _retried(call) for call, found in zip(calls, results, strict=True)]
 
 
 def _retried(call: Callable[[], T]) -> T:
     with _Fork(call) as fork:
-        result = fork.result()
-    if not isinstance(result, _Died):
-        return result
+        found = fork.results()
+    if found:
+        return found[0]
     _ran_here[0] = True
     return call()
-
-
-class _Died:
-    """In place of a result: the process died without one."""
 
 
 class _Fork(Generic[T]):
@@ -223,15 +217,15 @@ class _Fork(Generic[T]):
             _answer_from_fork(theirs, call)
         theirs.close()
 
-    def result(self) -> T | _Died:
-        """Wait for the function's result, or for the process to die without one."""
+    def results(self) -> list[T]:
+        """Wait for the function's result, or for the process to die without one: then there is none."""
         try:
             kind, value = pickle.loads(self._pipe.recv_bytes())
         except EOFError:
-            return _Died()
+            return []
         if kind == "raised":
             raise value
-        return cast("T", value)
+        return [value]
 
     def __enter__(self) -> _Fork[T]:
         return self

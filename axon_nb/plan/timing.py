@@ -17,7 +17,8 @@ from axon_nb.plan.display import Shown, Table, bar, format_flops, format_ms, pai
 from axon_nb.plan.hardware import FITTED, Link, Rates, Work, resolve_rates
 from axon_nb.plan.pipeline import SchedulePlan, StageTimes, schedule
 from axon_nb.plan.tracing.subject import owner
-from axon_nb.plan.traffic.communication import ParallelLayout, TrafficOptions, traffic_of
+from axon_nb.plan.traffic.communication import traffic_of
+from axon_nb.plan.traffic.layout import ParallelLayout, TrafficOptions
 from axon_nb.plan.traffic.muon import step_work
 from axon_nb.plan.traffic.parallelism import boundaries
 from axon_nb.plan.traffic.plan import GRADIENT_AXES, CommunicationPlan, Traffic
@@ -305,7 +306,7 @@ def pipeline_schedule(
     link = traffic.links.get("pp")
     delays = [
         [link.seconds("send", size, 2) if link and size else 0.0 for size in sizes]
-        for sizes in boundaries(layout.trace, stages, shares=layout.boundary_shares, positions=layout.size("cp"))
+        for sizes in boundaries(layout, stages)
     ]
     times = []
     for stage in range(stages.num_stages):

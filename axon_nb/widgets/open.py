@@ -5,7 +5,6 @@ Each panel is open once per notebook and moves to where it was opened last.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,12 +13,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.inspection.variables import request_layouts
 from axon_nb.cluster.session import current
 from axon_nb.records.spans import Span
 from axon_nb.widgets.html import foldable
 from axon_nb.widgets.panel import Panel
-from axon_nb.widgets.shards import merge_shards, shards_bundle
 from axon_nb.widgets.timeline.content import advice_bundle, require_advice
 from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.timeline.record import Timeline
@@ -30,19 +27,9 @@ if TYPE_CHECKING:
 
 def show_watch(cluster: Cluster) -> None:
     """Show the progress of the job: a panel in a notebook, text elsewhere."""
-    shell = _notebook_shell()
-    if shell is None:
-        from axon_nb.cluster.inspection.status import request_job
-        from axon_nb.widgets.watch.store import JobStore
-        from axon_nb.widgets.watch.view import watch_bundle
-
-        store = JobStore()
-        store.add(request_job(cluster.state, {}), time.monotonic())
-        print(watch_bundle(store)["text/plain"])
-        return
     from axon_nb.widgets.watch.view import WatchPanel
 
-    _open(WatchPanel(cluster), shell, "watch")
+    _open(WatchPanel(cluster), "watch")
 
 
 def show_memory(cluster: Cluster, names: Sequence[str]) -> None:
@@ -55,19 +42,9 @@ def show_memory(cluster: Cluster, names: Sequence[str]) -> None:
     Raises:
         UsageError: No rank has a module or optimizer of that name.
     """
-    shell = _notebook_shell()
-    if shell is None:
-        from axon_nb.cluster.inspection.memory import request_memory
-        from axon_nb.widgets.memory.rows import MemoryRows
-        from axon_nb.widgets.memory.view import memory_bundle
-
-        rows = MemoryRows(", ".join(names))
-        rows.update(request_memory(cluster.state, names))
-        print(memory_bundle(rows)["text/plain"])
-        return
     from axon_nb.widgets.memory.view import MemoryPanel
 
-    _open(MemoryPanel(cluster, names), shell, "memory", *names)
+    _open(MemoryPanel(cluster, names), "memory", *names)
 
 
 def show_shards(cluster: Cluster, names: Sequence[str], *, gradients: bool = False) -> None:
@@ -81,14 +58,9 @@ def show_shards(cluster: Cluster, names: Sequence[str], *, gradients: bool = Fal
     Raises:
         UsageError: No rank has a variable of that name with tensors.
     """
-    shell = _notebook_shell()
-    if shell is None:
-        shards, notes = request_layouts(cluster.state, names, gradients=gradients)
-        print(shards_bundle(", ".join(names), merge_shards(shards), notes)["text/plain"])
-        return
     from axon_nb.widgets.shards import ShardsPanel
 
-    _open(ShardsPanel(cluster, names, gradients=gradients), shell, "shards", *names)
+    _open(ShardsPanel(cluster, names, gradients=gradients), "shards", *names)
 
 
 def show_inside(cluster: Cluster, name: str) -> None:
@@ -99,12 +71,7 @@ def show_inside(cluster: Cluster, name: str) -> None:
     """
     from axon_nb.widgets.inside import InsidePanel
 
-    panel = InsidePanel(cluster, name)
-    shell = _notebook_shell()
-    if shell is None:
-        print(panel.picture()["text/plain"])
-    else:
-        _open(panel, shell, "inside", name)
+    _open(InsidePanel(cluster, name), "inside", name)
 
 
 def show_timeline(cluster: Cluster, ranks: Sequence[int], *, cell: int | None = None) -> Timeline:
@@ -119,15 +86,12 @@ def show_timeline(cluster: Cluster, ranks: Sequence[int], *, cell: int | None = 
         UsageError: Ranks have no spans of that cell.
     """
     timeline = Timeline(cluster, list(ranks), cell=cell)
-    shell = _notebook_shell()
-    if shell is None:
-        print(repr(timeline))
-    elif cell is not None:
-        display(timeline_bundle(timeline.table(), ranks, title=timeline.title), raw=True)
+    if cell is not None or _notebook_shell() is None:
+        _show(timeline_bundle(timeline.table(), ranks, title=timeline.title))
     else:
         from axon_nb.widgets.timeline.view import TimelinePanel
 
-        _open(TimelinePanel(cluster, list(ranks)), shell, "timeline", id(cluster))
+        _open(TimelinePanel(cluster, list(ranks)), "timeline", id(cluster))
     return timeline
 
 
@@ -143,11 +107,7 @@ def show_advice(cluster: Cluster, ranks: Sequence[int], *, cell: int | None = No
         UsageError: Ranks have no spans of that cell, or none of a training step.
     """
     found = require_advice(Timeline(cluster, list(ranks), cell=cell).table())
-    bundle = advice_bundle(found)
-    if _notebook_shell() is None:
-        print(bundle["text/plain"])
-    else:
-        display(bundle, raw=True)
+    _show(advice_bundle(found))
 
 
 def show_planned(spans: Sequence[Span], title: str) -> PlannedTimeline:
@@ -183,11 +143,7 @@ def compare_cells(cluster: Cluster, ranks: Sequence[int], cells: Sequence[int]) 
     from axon_nb.widgets.timeline.page import comparison_bundle
 
     timelines = [Timeline(cluster, list(ranks), cell=cell) for cell in cells]
-    bundle = comparison_bundle([(timeline.title, timeline.table()) for timeline in timelines], ranks)
-    if _notebook_shell() is None:
-        print(bundle["text/plain"])
-    else:
-        display(bundle, raw=True)
+    _show(comparison_bundle([(timeline.title, timeline.table()) for timeline in timelines], ranks))
 
 
 def _notebook_shell() -> InteractiveShell | None:
@@ -195,7 +151,19 @@ def _notebook_shell() -> InteractiveShell | None:
     return shell if hasattr(shell, "kernel") else None
 
 
-def _open(panel: Panel, shell: InteractiveShell, *key: object) -> None:
+def _show(bundle: dict[str, str]) -> None:
+    if _notebook_shell() is None:
+        print(bundle["text/plain"])
+    else:
+        display(bundle, raw=True)
+
+
+def _open(panel: Panel, *key: object) -> None:
+    """Show a panel in a notebook, in place of an earlier one; elsewhere print its picture as text."""
+    shell = _notebook_shell()
+    if shell is None:
+        print(panel.picture()["text/plain"])
+        return
     panels = current.session().panels
     earlier = panels.pop(key, None)
     if earlier is not None:

@@ -118,9 +118,8 @@ def _merge(shards: Sequence[Shard]) -> PlacedTensor:
         key = (shard.offset, shard.local_shape, shard.bytes, shard.device)
         regions.setdefault(key, []).append(shard)
     parts = tuple(
-        Part(tuple(s.rank for s in same), same[0].offset, same[0].local_shape, same[0].bytes, same[0].padding, device)
-        for (_, _, _, device), same in ((key, same) for key, same in regions.items())
-        if isinstance(device, str)
+        Part(tuple(s.rank for s in same), one.offset, one.local_shape, one.bytes, one.padding, one.device)
+        for one, same in ((same[0], same) for same in regions.values())
     )
     return PlacedTensor(
         first.name, first.role, first.global_shape, first.dtype, first.placements, first.axes, first.mesh_shape,

@@ -18,7 +18,8 @@ from axon_nb.plan.models import HuggingFaceModel, hugging_face_model
 from axon_nb.plan.timing import compute_work
 from axon_nb.plan.tracing.subject import ModelSource, pipeline_parts
 from axon_nb.plan.tracing.trace import trace_model
-from axon_nb.plan.traffic.communication import ParallelLayout, traffic_of
+from axon_nb.plan.traffic.communication import traffic_of
+from axon_nb.plan.traffic.layout import ParallelLayout
 from tests.support.training.hugging_face import FAMILIES, config_of
 
 transformers = pytest.importorskip("transformers")

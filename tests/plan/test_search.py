@@ -15,7 +15,7 @@ from axon_nb.plan.layout_search.plan import Candidate, SearchPlan
 from axon_nb.plan.layout_search.search import estimate_memory
 from axon_nb.plan.tracing.subject import ModelSource
 from axon_nb.plan.tracing.trace import ModelTrace, TraceInterpolator, trace_model
-from axon_nb.plan.traffic.communication import ParallelLayout
+from axon_nb.plan.traffic.layout import ParallelLayout
 from tests.plan.footprint.megatron import Layers
 
 pytestmark = pytest.mark.timeout(900)

@@ -335,13 +335,6 @@ class LayoutRequest:
         return [shard for _, shards in self._known.values() for shard in shards], notes
 
 
-def request_layouts(
-    state: ClusterState, names: Sequence[str], *, gradients: bool = False
-) -> tuple[list[Shard], list[str]]:
-    """Request the shards once; see `LayoutRequest.send`."""
-    return LayoutRequest(state, names, gradients=gradients).send()
-
-
 def _layout_notes(replies: Replies[protocol.LayoutsReply], ranks: Sequence[int]) -> list[str]:
     refusals = replies.refused
     if not replies:

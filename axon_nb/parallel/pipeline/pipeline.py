@@ -7,7 +7,7 @@ microbatches through the stages; its shapes may change from call to call.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb.comm.collectives.movement import barrier, broadcast, recv, send
-from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
+from axon_nb.comm.group import GroupLike, resolve
 from axon_nb.comm.spans import Moment, device_clock, now
 from axon_nb.errors import UsageError
 from axon_nb.parallel.loop import describe_other_device
@@ -223,15 +223,7 @@ class Pipeline(HeldStages):
         if self.is_first:
             inputs, problem = microbatches_of("x", args or None, self.num_microbatches, several=True)
         self._check_batch(inputs, [], problem, training=False, changed=False)
-        run = ForwardPass(
-            self._stage_modules,
-            num_stages=self.num_stages,
-            rank_of=self._rank_of,
-            group=self._group,
-            devices=self._devices,
-            spans=self._spans,
-        )
-        outputs = run.run(inputs, self.num_microbatches)
+        outputs = ForwardPass(self).run(inputs)
         return join_microbatches(outputs) if self.is_last else None
 
     @property
@@ -241,7 +233,7 @@ class Pipeline(HeldStages):
 
     def mean_loss(self, losses: torch.Tensor | None) -> float:
         """Average the losses that `step` returned; the same on every rank. Collective."""
-        device = next(iter(self._devices.values()))
+        device = next(iter(self.devices.values()))
         mean = torch.zeros((), dtype=torch.float64, device=device)
         if losses is not None:
             mean.copy_(losses.mean())
@@ -282,26 +274,17 @@ class Pipeline(HeldStages):
             self._runner = None
 
     def _misplaced(self, name: str, stage: int, value: Any) -> str | None:
-        device = self._devices[stage]
+        device = self.devices[stage]
         return describe_other_device(name, device.type, lambda: device, value) or None
 
     def _shape_context(self) -> tuple[Any, ...]:
         """Return what else determines shapes and dtypes between stages, and which parameters need gradients."""
-        kinds = {device.type for device in self._devices.values()}
+        kinds = {device.type for device in self.devices.values()}
         casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
         return casts, tuple((parameter.requires_grad, parameter.dtype) for parameter in self.parameters())
 
     def _make_runner(self) -> Runner:
-        return Runner(
-            self._stage_modules,
-            schedule=self.schedule,
-            num_stages=self.num_stages,
-            num_microbatches=self.num_microbatches,
-            group=self._group,
-            devices=self._devices,
-            loss=self._loss_of,
-            spans=self._spans,
-        )
+        return Runner(self)
 
     def _loss_of(self, output: Any, target: Any) -> torch.Tensor:
         (loss_of,) = self._step_loss
@@ -317,56 +300,34 @@ class Pipeline(HeldStages):
 
 
 class Runner:
-    """Wraps torch's stages and schedule, and cleans up after torch's shape inference.
+    """Wraps torch's stages and schedule of a pipeline, and cleans up after torch's shape inference."""
 
-    Args:
-        modules: This rank's stages, by index.
-        schedule: Order of computation.
-        num_stages: Number of stages on all ranks.
-        num_microbatches: Microbatches per batch.
-        group: The ranks of the pipeline.
-        devices: Device of each stage.
-        loss: Computes the loss of one microbatch from output and target.
-        spans: Whether to record spans.
-    """
-
-    def __init__(
-        self,
-        modules: Mapping[int, nn.Module],
-        *,
-        schedule: PipelineSchedule,
-        num_stages: int,
-        num_microbatches: int,
-        group: ProcessGroup,
-        devices: Mapping[int, torch.device],
-        loss: Callable[[Any, Any], torch.Tensor],
-        spans: bool,
-    ) -> None:
+    def __init__(self, pipe: Pipeline) -> None:
         from torch.distributed.pipelining import PipelineStage as TorchStage
 
+        group, kind = pipe.group, pipe.schedule
         torch_group = group.torch_group
         stages = [
-            TorchStage(module, index, num_stages, devices[index], group=torch_group)
-            for index, module in sorted(modules.items())
+            TorchStage(module, index, pipe.num_stages, pipe.devices[index], group=torch_group)
+            for index, module in sorted(pipe._stage_modules.items())
         ]
         for stage in stages:
             torch_api().prepare_stage(stage)
-        self._modules = list(modules.values())
+        self._modules = list(pipe._stage_modules.values())
         self._has_run = False
         self.unshaped: list[nn.Module] = []
         """Stages whose next forward only infers shapes."""
         self.watches: dict[int, StageWatch] = {}
         """By stage; empty if nothing is recorded."""
-        if spans and not missing_hooks("parallel.pipeline_spans"):
+        if pipe._spans and not missing_hooks("parallel.pipeline_spans"):
             rank, name = group.ranks[group.rank()], torch_group.group_name
-            alone = not schedule.has_many_stages
+            alone = not kind.has_many_stages
             self.watches = {
                 stage.stage_index: StageWatch(stage, rank=rank, group=name, is_alone=alone) for stage in stages
             }
         # The loss is divided instead of the gradients, which may include those of earlier steps.
-        self._schedule = schedule_class(schedule)(
-            stages if schedule.has_many_stages else stages[0], num_microbatches, loss_fn=loss, scale_grads=False
-        )
+        held = stages if kind.has_many_stages else stages[0]
+        self._schedule = schedule_class(kind)(held, pipe.num_microbatches, loss_fn=pipe._loss_of, scale_grads=False)
         self._schedule.restores_buffers = True  # see `_preserve_state`; on ranks, schedules of others get a hint
 
     def step(self, args: list[Any] | None, kwargs: list[Any] | None, targets: list[Any] | None) -> None:
@@ -448,59 +409,37 @@ def _restore_after_forward(module: nn.Module, unshaped: list[nn.Module]) -> Call
 
 
 class ForwardPass:
-    """Runs the stages of this rank one after the other, each over all microbatches.
+    """Runs the stages of a pipeline's rank one after the other, each over all microbatches.
 
     torch's schedules are not used: they would negotiate shapes again whenever training and inference alternate, and
     would divide gradients that wait for an optimizer step.
-
-    Args:
-        modules: This rank's stages, by index.
-        num_stages: Number of stages on all ranks.
-        rank_of: Returns the group rank that holds a stage.
-        group: The ranks of the pipeline.
-        devices: Device of each of them.
-        spans: Whether to record spans.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[int, nn.Module],
-        *,
-        num_stages: int,
-        rank_of: Callable[[int], int],
-        group: ProcessGroup,
-        devices: Mapping[int, torch.device],
-        spans: bool,
-    ) -> None:
-        self._modules = modules
-        self._last = num_stages - 1
-        self._rank_of = rank_of
-        self._group = group
-        self._devices = devices
-        self._spans = spans
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+        self._modules, self._group = pipe._stage_modules, pipe.group
         self._sent: list[tuple[Any, Any]] = []
         self._local_inputs: dict[int, list[tuple[Any, ...]]] = {}
         self._start_ns = 0
 
     @torch.no_grad()
-    def run(self, inputs: Sequence[tuple[Any, ...]], num_microbatches: int) -> list[Any]:
+    def run(self, inputs: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Return the output of each microbatch on the rank with the last stage; elsewhere an empty list.
 
         Args:
             inputs: The arguments of each microbatch; empty on ranks without the first stage.
-            num_microbatches: Number of microbatches.
         """
         outputs: list[Any] = []
         self._start_ns = now()
         for stage in sorted(self._modules):
             deferred: list[tuple[int, Any]] = []
-            for microbatch in range(num_microbatches):
+            for microbatch in range(self._pipe.num_microbatches):
                 args = inputs[microbatch] if stage == 0 else self._inputs(stage, microbatch)
-                start = device_clock.moment(self._devices[stage])
+                start = device_clock.moment(self._pipe.devices[stage])
                 with suppress_spans("forward"):
                     output = self._modules[stage](*args)
                 self._record("F", start, (stage, microbatch))
-                if stage == self._last:
+                if stage == self._pipe.num_stages - 1:
                     outputs.append(output)
                 elif self._must_defer_sends(stage):
                     deferred.append((microbatch, output))
@@ -515,13 +454,13 @@ class ForwardPass:
 
     def _must_defer_sends(self, stage: int) -> bool:
         # When two ranks send to each other at once, NCCL processes all messages in order, one at a time.
-        sender, receiver = self._rank_of(stage), self._rank_of(stage + 1)
+        sender, receiver = self._pipe._rank_of(stage), self._pipe._rank_of(stage + 1)
         return self._group.size() == 2 and receiver < sender
 
     def _inputs(self, stage: int, microbatch: int) -> tuple[Any, ...]:
         if stage - 1 in self._modules:
             return self._local_inputs[stage].pop(0)
-        source = self._rank_of(stage - 1)
+        source = self._pipe._rank_of(stage - 1)
         start = Moment(now())
         with suppress_spans("wait"):
             count = int(recv(source, group=self._group))
@@ -537,12 +476,12 @@ class ForwardPass:
         start = Moment(now())
         device = parts[0].device
         for tensor in (torch.tensor(len(parts), device=device), *parts):
-            handle = send(tensor, self._rank_of(stage + 1), group=self._group, async_op=True)
+            handle = send(tensor, self._pipe._rank_of(stage + 1), group=self._group, async_op=True)
             self._sent.append((handle, tensor))
         self._record("SEND_F", start, (stage, microbatch), sum(part.nbytes for part in parts))
 
     def _record(self, name: str, since: Moment, position: tuple[int, int], size: int = 0) -> None:
-        if self._spans:
+        if self._pipe._spans:
             kind, group = "forward" if name == "F" else "p2p", self._group
             rank, group_name = group.ranks[group.rank()], group.torch_group.group_name
             span = Span(rank, kind, name, since.ns, now(), group_name, size, *position, self._start_ns)

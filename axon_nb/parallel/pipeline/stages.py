@@ -260,12 +260,13 @@ class HeldStages(nn.Module):
         self.num_stages = len(stages)
         self.module = nn.Module()
         """This rank's part of the model."""
-        self._devices: dict[int, torch.device] = {}
+        self.devices: dict[int, torch.device] = {}
+        """Of each of this rank's stages, by its index."""
         self._stage_modules: dict[int, nn.Module] = {}
         for index in self._stages_on(group.rank()):
             stage = stages[index].make()
-            self._devices[index] = stage_device(stages[index].device or device, stage, group)
-            stage.to(self._devices[index])
+            self.devices[index] = stage_device(stages[index].device or device, stage, group)
+            stage.to(self.devices[index])
             for name, child in stage.named_children() if isinstance(stage, Section) else [(str(index), stage)]:
                 self.module.add_module(name, child)
             self._stage_modules[index] = stage if wrap is None else wrap(stage)

@@ -6,6 +6,8 @@ over the vocabulary and never gathered.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,90 +22,37 @@ _SEQUENCE, _FEATURES = -2, -1
 """The dimensions of (…, positions, features)."""
 
 
-class _Copy(torch.autograd.Function):
-    """Forward: identity. Backward: sum of the gradients over ranks."""
+_Change = Callable[[torch.Tensor, ProcessGroup], torch.Tensor]
+
+
+class _Paired(torch.autograd.Function):
+    """Forward: a change of the tensor. Backward: that of its partner, of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, change: _Change, partner: _Change) -> torch.Tensor:
+        ctx.group, ctx.partner = group, partner
+        return change(x, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_reduce_sum(gradient.clone(memory_format=torch.contiguous_format), group=ctx.group), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.partner(gradient, ctx.group), None, None, None
 
 
-class _Sum(torch.autograd.Function):
-    """Forward: sum over ranks. Backward: identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        total: torch.Tensor = all_reduce_sum(x.clone(memory_format=torch.contiguous_format), group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+def _same(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    return x.view_as(x)
 
 
-class _Gather(torch.autograd.Function):
-    """Forward: gather the parts of all ranks along a dimension. Backward: keep this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gather(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _local_chunk(gradient, ctx.group, ctx.dim), None, None
+def _sum(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    total: torch.Tensor = all_reduce_sum(x.clone(memory_format=torch.contiguous_format), group=group)
+    return total
 
 
-class _Split(torch.autograd.Function):
-    """Forward: keep this rank's part along a dimension. Backward: gather the parts of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _local_chunk(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _gather(gradient, ctx.group, ctx.dim), None, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    """Forward: gather all positions. Backward: sum the gradients over ranks and keep this rank's positions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _gather(x, group, _SEQUENCE)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _reduce_scatter(gradient, ctx.group), None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    """Forward: sum over ranks and keep this rank's positions. Backward: gather all positions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gather(gradient, ctx.group, _SEQUENCE), None
-
-
-def _gather(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+def _gather(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
     gathered: torch.Tensor = all_gather(x, dim=dim, group=group)
     return gathered.contiguous()
 
 
-def _local_chunk(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+def _local_chunk(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
     return x.chunk(group.size(), dim=dim)[group.rank()].contiguous()
 
 
@@ -111,6 +60,10 @@ def _reduce_scatter(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     _check_positions(x, group)
     part: torch.Tensor = reduce_scatter_sum(x.movedim(_SEQUENCE, 0).contiguous(), group=group)
     return part.movedim(0, _SEQUENCE).contiguous()
+
+
+_gather_positions, _gather_features = (functools.partial(_gather, dim=dim) for dim in (_SEQUENCE, _FEATURES))
+_local_positions, _local_features = (functools.partial(_local_chunk, dim=dim) for dim in (_SEQUENCE, _FEATURES))
 
 
 def _check_positions(x: torch.Tensor, group: ProcessGroup) -> None:
@@ -121,8 +74,8 @@ def _check_positions(x: torch.Tensor, group: ProcessGroup) -> None:
         )
 
 
-def _apply(function: Any, *arguments: Any) -> torch.Tensor:
-    result: torch.Tensor = function.apply(*arguments)
+def _apply(x: torch.Tensor, group: ProcessGroup, change: _Change, partner: _Change) -> torch.Tensor:
+    result: torch.Tensor = _Paired.apply(x, group, change, partner)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -135,14 +88,12 @@ def gather_sequence(x: torch.Tensor, group: ProcessGroup, *, replicated: bool = 
         replicated: Whether what follows is the same on all ranks, such as a loss: each rank then keeps its part of the
             gradient. Otherwise each rank computes something different, such as its heads, and gradients are summed.
     """
-    if replicated:
-        return _apply(_Gather, x, group, _SEQUENCE)
-    return _apply(_GatherSequence, x, group)
+    return _apply(x, group, _gather_positions, _local_positions if replicated else _reduce_scatter)
 
 
 def scatter_sequence(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Sum (…, positions, features) over ranks; each rank keeps (…, positions / ranks, features)."""
-    return _apply(_ScatterSequence, x, group)
+    return _apply(x, group, _reduce_scatter, _gather_positions)
 
 
 def split_sequence(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -152,27 +103,27 @@ def split_sequence(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         TensorError: the positions are not divisible by the group size.
     """
     _check_positions(x, group)
-    return _apply(_Split, x, group, _SEQUENCE)
+    return _apply(x, group, _local_positions, _gather_positions)
 
 
 def copy_to_ranks(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Return the replicated `x` unchanged; its gradient is summed over ranks."""
-    return _apply(_Copy, x, group)
+    return _apply(x, group, _same, _sum)
 
 
 def sum_over_ranks(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Sum over ranks; each rank's input gets the full gradient."""
-    return _apply(_Sum, x, group)
+    return _apply(x, group, _sum, _same)
 
 
 def gather_features(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Gather (…, features / ranks) from each rank to (…, features)."""
-    return _apply(_Gather, x, group, _FEATURES)
+    return _apply(x, group, _gather_features, _local_features)
 
 
 def split_features(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Keep this rank's (…, features / ranks) of a replicated (…, features)."""
-    return _apply(_Split, x, group, _FEATURES)
+    return _apply(x, group, _local_features, _gather_features)
 
 
 class _CrossEntropy(torch.autograd.Function):

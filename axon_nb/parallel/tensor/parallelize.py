@@ -50,7 +50,8 @@ STYLES = {
     "split": "keep this rank's positions of the output",
 }
 """Names of the styles, and what each does."""
-_SHARD_DIM = {"column": 0, "column+gather": 0, "row": 1, "split+row": 1}
+SHARD_DIM = {"column": 0, "column+gather": 0, "row": 1, "split+row": 1}
+"""The dimension of a linear layer's weight that a style shards."""
 _POSITIONS = Shard(1)
 """Layout of activations sharded by position: (batch, positions, features)."""
 _ELEMENTWISE = (
@@ -143,7 +144,7 @@ def parallelize(
         created = (
             style
             if isinstance(style, ParallelStyle)
-            else create_style(style, module, sequence=sequence, inside=_has_prepared_input(name, styles))
+            else create_style(style, module, sequence=sequence, inside=has_prepared_input(name, styles))
         )
         parallelize_module(module, axis, created, src_data_rank=None)
     return _report(model, styles, sizes_before, reasons=reasons, default_reason=default_reason, num_ranks=group.size())
@@ -173,7 +174,8 @@ def _match_patterns(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, St
     return {name: style for name, (_, style) in choices.items()}
 
 
-def _has_prepared_input(name: str, styles: Mapping[str, Style]) -> bool:
+def has_prepared_input(name: str, styles: Mapping[str, Style]) -> bool:
+    """Whether a module around this one prepares its input for several column layers."""
     above = name
     while above := above.rpartition(".")[0]:
         if styles.get(above) in ("gather", "share"):
@@ -374,14 +376,14 @@ def check_divisible(path: str, module: nn.Module, style: str, *, parent: nn.Modu
     Raises:
         TensorError: the module has another type, or its features or its parent's heads are not divisible.
     """
-    if style not in _SHARD_DIM:
+    if style not in SHARD_DIM:
         return
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise TensorError(f"{path}: style {style!r} supports nn.Linear and nn.Embedding; got {type(module).__name__}.")
     if isinstance(module, nn.Linear):
-        what = "in_features" if _SHARD_DIM[style] else "out_features"
+        what = "in_features" if SHARD_DIM[style] else "out_features"
     else:
-        what = "num_embeddings" if _SHARD_DIM[style] else "embedding_dim"
+        what = "num_embeddings" if SHARD_DIM[style] else "embedding_dim"
     size = int(getattr(module, what))
     if size % num_ranks:
         raise TensorError(

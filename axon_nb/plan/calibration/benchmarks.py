@@ -31,7 +31,8 @@ from axon_nb.plan.hardware import PHASES, Cost, Link, Rates, rounds_and_volume
 from axon_nb.plan.timing import predict_step
 from axon_nb.plan.tracing.subject import ModelSource
 from axon_nb.plan.tracing.trace import ModelTrace
-from axon_nb.plan.traffic.communication import ParallelLayout, traffic_of
+from axon_nb.plan.traffic.communication import traffic_of
+from axon_nb.plan.traffic.layout import ParallelLayout
 
 MEASURED_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
 """Operations that are measured, in this order."""
@@ -96,15 +97,13 @@ class AxisBenchmark:
                 break
             for operation in operations:
                 call, whole = self._call(operation, size)
-                seconds = agree(self._median(call, repeats)) / (2 if operation == "send" else 1)
+                seconds = agree(self.median(call, repeats)) / (2 if operation == "send" else 1)
                 samples.append(Sample(self.axis, self.num_ranks, operation, whole, seconds))
         return samples
 
     def slowest(self, seconds: float) -> float:
         """The maximum of a number over all ranks of the axis."""
-        value = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
-        return float(value)
+        return self.slowest_of([seconds])[0]
 
     def slowest_of(self, seconds: Sequence[float]) -> list[float]:
         """The maximum of each number over all ranks of the axis."""
@@ -140,16 +139,30 @@ class AxisBenchmark:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _median(self, call: Callable[[], object], repeats: int) -> float:
+    def median(self, call: Callable[[], object], repeats: int, count: int = _CALLS) -> float:
+        """Seconds per call on this rank, while all ranks run it: the median of timings of `count` calls."""
         call()
         taken = []
         for _ in self.rounds(repeats):
             start = time.perf_counter()
-            for _ in range(_CALLS):
+            for _ in range(count):
                 call()
             self.synchronize()
-            taken.append((time.perf_counter() - start) / _CALLS)
+            taken.append((time.perf_counter() - start) / count)
         return statistics.median(taken)
+
+    def median_of_steps(
+        self, step: Callable[[], object], repeats: int, prepare: Callable[[], object] = lambda: None
+    ) -> float:
+        """Seconds of a step on the slowest rank, after warm-ups; what prepares it does not count."""
+        taken = []
+        for _ in self.rounds(repeats + WARM_UPS, least=WARM_UPS + 1):
+            prepare()
+            start = time.perf_counter()
+            step()
+            self.synchronize()
+            taken.append(time.perf_counter() - start)
+        return statistics.median(self.slowest_of(taken[WARM_UPS:]))
 
     def _call(self, operation: str, size: int) -> tuple[Callable[[], object], int]:
         """The call to time, and the bytes of its whole tensor."""
@@ -256,24 +269,9 @@ def _products_per_s(bench: AxisBenchmark, dtype: torch.dtype, sides: Sequence[in
     return 1.0 / (a_flop or min(seconds / flops for flops, seconds in points))
 
 
-def seconds_of(bench: AxisBenchmark, call: Callable[[], object], repeats: int, count: int = 4) -> float:
-    """Return seconds per call on the slowest rank, while all ranks run it.
-
-    Args:
-        bench: Benchmark of these ranks.
-        call: What to run.
-        repeats: Number of timings; the median counts.
-        count: Calls in each.
-    """
-    call()
-    taken = []
-    for _ in bench.rounds(repeats):
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        bench.synchronize()
-        taken.append((time.perf_counter() - start) / count)
-    return bench.slowest(statistics.median(taken))
+def seconds_of(bench: AxisBenchmark, call: Callable[[], object], repeats: int, count: int = _CALLS) -> float:
+    """Return seconds per call on the slowest rank, while all ranks run it; see `AxisBenchmark.median`."""
+    return bench.slowest(bench.median(call, repeats, count))
 
 
 def measure_overlap(bench: AxisBenchmark, *, repeats: int) -> float:
@@ -365,16 +363,12 @@ def _optimizer_s(
             parameters.append(nn.Parameter(torch.ones(shape, dtype=known.dtype, device=bench.device)))
     if not parameters:
         return 0.0
-    made = optimizer(parameters)
-    taken = []
-    for _ in bench.rounds(repeats + WARM_UPS, least=WARM_UPS + 1):
+
+    def set_gradients() -> None:
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 1e-3)
-        start = time.perf_counter()
-        made.step()
-        bench.synchronize()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(bench.slowest_of(taken[WARM_UPS:]))
+
+    return bench.median_of_steps(optimizer(parameters).step, repeats, set_gradients)
 
 
 def _phases(
@@ -494,14 +488,7 @@ def measure_wrappers(
     for strategy in strategies:
         layout = ParallelLayout(source, {"dp": bench.num_ranks}, strategy, device=bench.device.type, known_trace=trace)
         expected = predict_step(layout, traffic_of(layout, link), rates, overlap).total_s + error_s
-        step = _stepper(bench, source, optimizer, strategy)
-        taken = []
-        for _ in bench.rounds(repeats + WARM_UPS, least=WARM_UPS + 1):
-            start = time.perf_counter()
-            step()
-            bench.synchronize()
-            taken.append(time.perf_counter() - start)
-        slowest = statistics.median(bench.slowest_of(taken[WARM_UPS:]))
+        slowest = bench.median_of_steps(_stepper(bench, source, optimizer, strategy), repeats)
         overheads[strategy] = max(0.0, slowest - expected) / max(1, len(list(layout.trace.model.parameters())))
     return overheads
 

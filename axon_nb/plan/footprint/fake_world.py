@@ -36,7 +36,7 @@ from axon_nb.parallel.data import kept
 from axon_nb.parallel.data.units import local_shard
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.plan import MemoryParts
-from axon_nb.plan.tracing.fake_tensors import as_with_data, lazy_chunks, patched_apply, skip_init
+from axon_nb.plan.tracing.fake_tensors import as_with_data, lazy_chunks, patched_apply, replaced, skip_init
 from axon_nb.plan.tracing.operations import CallStack
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.torch_api import torch_api
@@ -129,35 +129,23 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         with fake_tensor.unset_fake_temporarily():
             made(self, *args, **kwargs)
 
-    DeviceMesh.__init__ = real  # type: ignore[method-assign]
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _skip_needless_work():
-            yield mode
-    finally:
-        DeviceMesh.__init__ = made  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _skip_needless_work() -> Iterator[None]:
-    """Inside, torch skips work that takes time and changes no size, and nothing else differs from a real step."""
-    with patched_apply(), skip_init(), lazy_chunks(), _dtensor_caches(), as_with_data():
-        yield
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(DeviceMesh, "__init__", real))
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        # They skip work that takes time and changes no size: nothing else differs from a real step.
+        for skipping in (patched_apply, skip_init, lazy_chunks, _dtensor_caches, as_with_data):
+            stack.enter_context(skipping())
+        yield mode
 
 
 @contextlib.contextmanager
 def _dtensor_caches() -> Iterator[None]:
     """Inside, DTensor uses its sharding caches, which it bypasses for fake tensors."""
-    caches = [
-        vars(module) for name in _UNCACHED_MODULES if (module := sys.modules.get(name)) and _TRACING in vars(module)
-    ]
-    kept = [names[_TRACING] for names in caches]
-    for names in caches:
-        names[_TRACING] = lambda: False
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in filter(None, map(sys.modules.get, _UNCACHED_MODULES)):
+            if hasattr(module, _TRACING):
+                stack.enter_context(replaced(module, _TRACING, lambda: False))
         yield
-    finally:
-        for names, before in zip(caches, kept, strict=True):
-            names[_TRACING] = before
 
 
 class Change(NamedTuple):

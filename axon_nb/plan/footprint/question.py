@@ -6,9 +6,8 @@ import contextlib
 import functools
 import inspect
 import math
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from torch.utils._pytree import tree_map
 from axon_nb.errors import UsageError
 from axon_nb.parallel.data.units import equal_row
 from axon_nb.parallel.memory import OptimizerKind, checkpoint_blocks
-from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
+from axon_nb.parallel.models import GPTConfig, next_byte_loss
 from axon_nb.parallel.muon import Muon
 from axon_nb.plan.arguments import ZERO_2
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.fake_world import NO_VALUES
 from axon_nb.plan.footprint.plan import MODEL_STATES_ONLY, OFFLOADED, MemoryParts, MemoryPlan, MemoryRequest, RankMemory
-from axon_nb.plan.models import CapturedModel, HuggingFaceModel, TensorSpec, next_token_loss
+from axon_nb.plan.models import HuggingFaceModel, TensorSpec, next_token_loss
 from axon_nb.plan.muon import NOT_ZERO_1, is_muon, matrix_names
 from axon_nb.plan.repetition import BlockRun, shorten
 from axon_nb.plan.tracing import subject as subjects
@@ -111,28 +110,12 @@ def training_setup(request: MemoryRequest) -> TrainingSetup:
     Raises:
         PlanError: the model's inputs are missing, or do not fit it.
     """
-    model = request.model
+    model, config = subjects.open_model(request.model, request.inputs)
     named: dict[str, int | None] = {"batch": request.batch, "seq": request.seq and _part_of(request, request.seq)}
-    if isinstance(model, GPTConfig):
-        return _gpt_setup(request, model, named, functools.partial(GPT, model))
+    if config is not None:
+        return _gpt_setup(request, config, named, model)
     if isinstance(model, HuggingFaceModel) and request.inputs is None:
         return _hugging_face_setup(request, model)
-    if isinstance(model, CapturedModel):
-        factory: Callable[[], Any] = pickle.loads(model.factory)
-        if request.inputs is None:
-            with torch.device("meta"), WithoutCuda():
-                config = getattr(factory(), "config", None)
-            if isinstance(config, GPTConfig):
-                return _gpt_setup(request, config, named, factory)
-    elif is_dataclass(model) and isinstance(model, type):
-        raise PlanError(f"model must be an instance of {model.__name__}, not the class: {model.__name__}(…).")
-    elif is_dataclass(model):
-        raise PlanError(
-            f"model has type {type(model).__name__}, but the only config supported is "
-            "axon_nb.parallel.models.GPTConfig: pass a function without arguments that makes the model, and inputs=."
-        )
-    else:
-        factory = model
     if request.size("cp") > 1 and "seq" not in str(request.inputs):
         raise PlanError(
             "cp splits the sequence, so inputs= must say which dimension it is: TensorSpec(('batch', 'seq'), 'int64'), "
@@ -144,7 +127,7 @@ def training_setup(request: MemoryRequest) -> TrainingSetup:
         )
     return TrainingSetup(
         request,
-        factory,
+        model,
         functools.partial(_arguments, request.inputs, named),
         functools.partial(_tensors, request.target, named),
         _loss_of(request.loss, request.target is not None),
@@ -173,10 +156,7 @@ def _part_of(request: MemoryRequest, seq: int) -> int:
 def _gpt_setup(
     request: MemoryRequest, config: GPTConfig, named: dict[str, int | None], factory: Callable[[], Any]
 ) -> TrainingSetup:
-    seq = config.context if request.seq is None else request.seq
-    if seq > config.context:
-        raise PlanError(f"seq must be at most the model's context, {config.context} tokens; got {seq}.")
-    tokens = TensorSpec((request.batch, _part_of(request, seq)), "int64")
+    tokens = TensorSpec((request.batch, _part_of(request, subjects.context_of(config, request.seq))), "int64")
     has_inputs = request.inputs is not None
     target = request.target if has_inputs or request.target is not None else tokens
     return TrainingSetup(

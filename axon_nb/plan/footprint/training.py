@@ -31,6 +31,7 @@ from axon_nb.plan.footprint.fake_world import mesh_of
 from axon_nb.plan.footprint.plan import MemoryRequest
 from axon_nb.plan.footprint.question import TrainingSetup, expert_modules, explain_failure, request_optimizer
 from axon_nb.plan.muon import groups, is_muon, matrix_names
+from axon_nb.plan.tracing.fake_tensors import replaced
 from axon_nb.plan.tracing.subject import NamedStage, checked_module_filter, part_costs, pipeline_parts
 from axon_nb.torch_api import torch_api
 
@@ -126,12 +127,8 @@ def shard_layers(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> 
     if meshes.layers is not None:
         # `parallelize` broadcasts rank 0's values first; here there are no values and no other ranks.
         module: Any = import_module("axon_nb.parallel.tensor.parallelize")
-        original = module.broadcast
-        module.broadcast = lambda tensor, **_: tensor
-        try:
+        with replaced(module, "broadcast", lambda tensor, **_: tensor):
             module.parallelize(model, setup.request.tp_plan, mesh=meshes.layers)
-        finally:
-            module.broadcast = original
     return model
 
 

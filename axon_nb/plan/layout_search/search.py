@@ -46,8 +46,8 @@ from axon_nb.plan.process import run_in_process
 from axon_nb.plan.timing import pipeline_schedule, predict_step
 from axon_nb.plan.tracing import subject
 from axon_nb.plan.tracing.trace import ModelTrace, TraceInterpolator
-from axon_nb.plan.traffic.communication import ParallelLayout, traffic_of
-from axon_nb.plan.traffic.parallelism import LocalTensor
+from axon_nb.plan.traffic.communication import traffic_of
+from axon_nb.plan.traffic.layout import LocalTensor, ParallelLayout
 from axon_nb.records.units import format_bytes
 
 _GIB = 1024.0**3

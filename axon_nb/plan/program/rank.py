@@ -49,7 +49,7 @@ from axon_nb.plan.hardware import Rates
 from axon_nb.plan.process import Report, fork_map
 from axon_nb.plan.program.record import Boundary, Lane, PipelineStep, RankRecord, TensorFact, distinct_ranks, merged
 from axon_nb.plan.program.recorder import ProgramLog, Recording, stream_names
-from axon_nb.plan.tracing.fake_tensors import WithoutCuda, is_cuda, without_tracebacks
+from axon_nb.plan.tracing.fake_tensors import WithoutCuda, is_cuda, replaced, without_tracebacks
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.stacks import library_of
 from axon_nb.torch_api import torch_api
@@ -401,12 +401,8 @@ class PipelineAnswers:
             return step(pipe, x, target, loss)
 
         def made(pipe: Any) -> Any:
-            plain = pipelining.PipelineStage
-            pipelining.PipelineStage = self._stage_maker(plain)  # type: ignore[misc, assignment]
-            try:
+            with replaced(pipelining, "PipelineStage", self._stage_maker(pipelining.PipelineStage)):
                 return make(pipe)
-            finally:
-                pipelining.PipelineStage = plain  # type: ignore[misc]
 
         swap(HeldStages, "__init__", held)
         swap(Pipeline, "step", stepped)

@@ -124,13 +124,7 @@ class RankRecord(Struct, frozen=True):
     groups: tuple[tuple[int, ...], ...]
     """Ranks of each group, in the order of first use."""
     flops: float
-    peak_bytes: int
-    peak_place: int
-    """Where the highest moment was reached."""
-    by_place: Mapping[int, int]
-    """Bytes that were held at the peak, by where they were allocated."""
-    over_place: int | None
-    """Where memory first exceeded the limit; None: it did not."""
+    peak: Peak
     num_steps: int
     """Steps of the first optimizer."""
     signature: int

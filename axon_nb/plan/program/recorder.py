@@ -21,6 +21,7 @@ from axon_nb.errors import UsageError
 from axon_nb.plan.footprint.fake_world import SAME, WHOLE_GRADIENTS, StorageLog
 from axon_nb.plan.hardware import Rates
 from axon_nb.plan.program.record import MAIN_STREAM, Call, Event, Peak, PipelineStep, Place, RankRecord
+from axon_nb.plan.tracing.fake_tensors import replaced
 from axon_nb.plan.tracing.operations import CallStack, does_work, phase_or_user, product_dtype, work_of
 from axon_nb.plan.traffic.plan import OPERATIONS
 
@@ -136,14 +137,9 @@ class ProgramLog(StorageLog):
         """Record what this rank says before a step of a pipeline."""
         self._pipeline_steps.append(step)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """Inside, nothing is recorded."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+        return replaced(self, "_is_paused", True)
 
     # ---- operations
 
@@ -281,9 +277,9 @@ class ProgramLog(StorageLog):
         sizes = tuple(map(len, self._groups))
         signature = hash((places, tuple(self.events), shapes, sizes, peak.bytes, tuple(peak.by_place.items())))
         return RankRecord(
-            self.rank, places, tuple(self.events), tuple(self._calls), tuple(self._groups), self._flops, peak.bytes,
-            peak.place, peak.by_place, peak.over, sum(one[0] == "step" and not one[3] for one in self.events),
-            signature, tuple(self._by_dtype), tuple(self._pipeline_steps),
+            self.rank, places, tuple(self.events), tuple(self._calls), tuple(self._groups), self._flops, peak,
+            sum(one[0] == "step" and not one[3] for one in self.events), signature, tuple(self._by_dtype),
+            tuple(self._pipeline_steps),
         )  # fmt: skip
 
 

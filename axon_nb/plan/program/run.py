@@ -398,9 +398,9 @@ def planned_ranks(times: LaneTimes, limit: float | None) -> PlannedRanks:
         times: The times from the clock.
         limit: Bytes of memory; None: unlimited.
     """
-    record = times.lane.record
+    record, peak = times.lane.record, times.lane.record.peak
     by_line: Counter[str] = Counter()
-    for place, size in record.by_place.items():
+    for place, size in peak.by_place.items():
         by_line[record.places[place].text] += size
     parts, window = times.step
     counted: dict[tuple[str, int], list[int]] = {}
@@ -408,14 +408,13 @@ def planned_ranks(times: LaneTimes, limit: float | None) -> PlannedRanks:
         entry = counted.setdefault((call.name, len(record.groups[call.group])), [0, 0])
         entry[0] += 1
         entry[1] += call.bytes
-    over = record.over_place
     return PlannedRanks(
         record.rank,
         times.lane.ranks,
-        record.peak_bytes,
-        record.places[record.peak_place].text if record.places else "",
+        peak.bytes,
+        record.places[peak.place].text if record.places else "",
         dict(by_line.most_common()),
-        None if over is None or limit is None else record.places[over].text,
+        None if peak.over is None or limit is None else record.places[peak.over].text,
         tuple(CallCount(*key, *value) for key, value in counted.items()),
         parts,
         times.total_s,

@@ -30,14 +30,21 @@ _ATTENTION: Any = functional.scaled_dot_product_attention
 
 
 @contextlib.contextmanager
-def without_tracebacks() -> Iterator[None]:
-    """Inside, torch logs no traceback when an operation does not fit its fake tensors: the exception says it."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        logger.disabled = before
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def without_tracebacks() -> Iterator[None]:
+    """Inside, torch logs no traceback when an operation does not fit its fake tensors: the exception says it."""
+    with replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
+        yield
 
 
 class _Chunks:
@@ -72,16 +79,9 @@ def lazy_chunks() -> Iterator[None]:
 
     torch makes one per rank, twice per parameter: on 1024 ranks that took nine tenths of a plan's time (2.11 to 2.13).
     """
-    module: Any = importlib.import_module(_MODULE)
-    before = getattr(module, _NAME, None)
-    if before is None:
+    module = importlib.import_module(_MODULE)
+    with replaced(module, _NAME, _Chunks) if hasattr(module, _NAME) else contextlib.nullcontext():
         yield
-        return
-    setattr(module, _NAME, _Chunks)
-    try:
-        yield
-    finally:
-        setattr(module, _NAME, before)
 
 
 @contextlib.contextmanager
@@ -91,7 +91,6 @@ def patched_apply() -> Iterator[None]:
     `nn.Module._apply` swaps fake tensors with their results, which fails because torch itself holds weak references to
     them ("Cannot swap t1 because it has weakref associated with it", torch 2.13).
     """
-    before = nn.Module._apply
     made: dict[int, tuple[Any, Any]] = {}
     deep = 0
 
@@ -121,11 +120,8 @@ def patched_apply() -> Iterator[None]:
                 made.clear()
         return module
 
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
+    with replaced(nn.Module, "_apply", apply):
         yield
-    finally:
-        nn.Module._apply = before  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -161,11 +157,11 @@ def as_with_data() -> Iterator[None]:
         products: Any = importlib.import_module("torch._meta_registrations")
         common = getattr(products, _GROUPED, None)
         if common is not None:
-            stack.enter_context(_replaced(products, _GROUPED, functools.partial(_grouped_product, common)))
+            stack.enter_context(replaced(products, _GROUPED, functools.partial(_grouped_product, common)))
         if "transformers" in sys.modules and importlib.util.find_spec(_MASKS) is not None:
             masks = importlib.import_module(_MASKS)
             if hasattr(masks, _PACKED):
-                stack.enter_context(_replaced(masks, _PACKED, lambda *_, **__: None))
+                stack.enter_context(replaced(masks, _PACKED, lambda *_, **__: None))
         yield
 
 
@@ -180,22 +176,12 @@ def even_experts() -> Iterator[None]:
         return [expected // len(counts) + (place < expected % len(counts)) for place in range(len(counts))]
 
     with (
-        _replaced(experts, "_loads", loads),
-        _replaced(experts, "_sizes", sizes),
-        _replaced(experts.Experts, "_within_capacity", lambda _, order, *__: order),
-        _replaced(experts.Experts, "_initialize", lambda *_: None),
+        replaced(experts, "_loads", loads),
+        replaced(experts, "_sizes", sizes),
+        replaced(experts.Experts, "_within_capacity", lambda _, order, *__: order),
+        replaced(experts.Experts, "_initialize", lambda *_: None),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 def _grouped_product(common: Callable[..., Any], mat_a: torch.Tensor, mat_b: torch.Tensor, **options: Any) -> Any:

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,9 @@ from axon_nb.parallel.memory import matches
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.parallel.muon import Muon
 from axon_nb.plan.errors import PlanError
-from axon_nb.plan.models import CapturedModel, HuggingFaceModel, next_token_loss
+from axon_nb.plan.models import CapturedModel, HuggingFaceModel, TensorSpec, next_token_loss
 from axon_nb.plan.muon import MuonAndAdamW
+from axon_nb.plan.tracing.fake_tensors import WithoutCuda
 
 
 def first_line(error: Exception) -> str:
@@ -102,48 +104,22 @@ class ModelSource:
         return self._subject(mode)
 
     def _subject(self, mode: FakeTensorMode | None) -> BuiltModel:
-        source = self
-        if isinstance(self.model, GPTConfig):
-            source = self._of_config(self.model)
-        elif isinstance(self.model, CapturedModel):
-            source = self._of_captured(self.model)
-        elif isinstance(self.model, HuggingFaceModel) and self.inputs is None:
-            source = self._of_hugging_face(self.model)
-        elif is_dataclass(self.model) and isinstance(self.model, type):
-            name = self.model.__name__
-            raise UsageError(f"model must be an instance of {name}, not the class: {name}(…).")
-        elif is_dataclass(self.model):
-            raise UsageError(
-                f"model has type {type(self.model).__name__}, but the only config supported is "
-                "axon_nb.parallel.models.GPTConfig: give a function that makes the model, and inputs=."
-            )
-        model = source._build(mode)
+        model, config = open_model(self.model, self.inputs)
+        source = replace(self, model=model)
+        if config is not None:
+            tokens = TensorSpec((self.batch, context_of(config, self.seq)), "int64")
+            target = tokens if self.target is None and self.loss is None else self.target
+            inputs = tokens if self.inputs is None else self.inputs
+            source = replace(source, inputs=inputs, target=target, loss=self.loss or next_byte_loss)
+        elif isinstance(model, HuggingFaceModel) and self.inputs is None:
+            tokens = TensorSpec((self.batch, model.seq(self.seq)), "int64")
+            target = tokens if self.target is None else self.target
+            source = replace(source, inputs=tokens, target=target, loss=self.loss or next_token_loss)
+        built = source._build(mode)
         if source.inputs is None:
-            return BuiltModel(model, None, sum_of)
+            return BuiltModel(built, None, sum_of)
         args = source._tensors(source.inputs, mode)
-        return BuiltModel(model, args if isinstance(args, tuple) else (args,), source._loss_of(mode))
-
-    def _of_config(self, config: GPTConfig) -> ModelSource:
-        seq = self.seq or config.context
-        if seq > config.context:
-            raise UsageError(f"seq must be at most the model's context, {config.context} tokens; got {seq}.")
-        tokens = _Described((self.batch, seq), torch.int64)
-        target = tokens if self.target is None and self.loss is None else self.target
-        loss = next_byte_loss if self.loss is None else self.loss
-        return ModelSource(lambda: GPT(config), self.inputs or tokens, target, loss, self.batch, self.seq)
-
-    def _of_hugging_face(self, model: HuggingFaceModel) -> ModelSource:
-        tokens = _Described((self.batch, model.seq(self.seq)), torch.int64)
-        return replace(self, inputs=tokens, target=self.target or tokens, loss=self.loss or next_token_loss)
-
-    def _of_captured(self, captured: CapturedModel) -> ModelSource:
-        factory = pickle.loads(captured.factory)
-        if self.inputs is None:
-            with torch.device("meta"):
-                config = getattr(factory(), "config", None)
-            if isinstance(config, GPTConfig):
-                return replace(self._of_config(config), model=factory)
-        return replace(self, model=factory)
+        return BuiltModel(built, args if isinstance(args, tuple) else (args,), source._loss_of(mode))
 
     def _build(self, mode: FakeTensorMode | None) -> nn.Module:
         if isinstance(self.model, nn.Module):
@@ -197,9 +173,38 @@ class ModelSource:
         return tensors if isinstance(made, tuple) else tensors[0]
 
 
-class _Described(Struct, frozen=True):
-    shape: tuple[int | str, ...]
-    dtype: torch.dtype
+def open_model(model: Any, inputs: Any) -> tuple[Any, GPTConfig | None]:
+    """Return a module, or what makes it, and the config of a `GPT` whose inputs follow from it.
+
+    Raises:
+        PlanError: it is a class of configs, or another config than a `GPTConfig`.
+    """
+    if isinstance(model, GPTConfig):
+        return partial(GPT, model), model
+    if isinstance(model, CapturedModel):
+        factory = pickle.loads(model.factory)
+        with torch.device("meta"), WithoutCuda():
+            config = getattr(factory(), "config", None) if inputs is None else None
+        return factory, config if isinstance(config, GPTConfig) else None
+    if is_dataclass(model) and isinstance(model, type):
+        raise PlanError(f"model must be an instance of {model.__name__}, not the class: {model.__name__}(…).")
+    if is_dataclass(model):
+        raise PlanError(
+            f"model has type {type(model).__name__}, but the only config supported is "
+            "axon_nb.parallel.models.GPTConfig: give a function without arguments that makes the model, and inputs=."
+        )
+    return model, None
+
+
+def context_of(config: GPTConfig, seq: int | None) -> int:
+    """Return the tokens in a sample of a `GPT`; by default its context.
+
+    Raises:
+        PlanError: they are more than its context.
+    """
+    if seq is not None and seq > config.context:
+        raise PlanError(f"seq must be at most the model's context, {config.context} tokens; got {seq}.")
+    return seq or config.context
 
 
 def _made(spec: Any, sizes: Mapping[str, int | None]) -> Any:

@@ -6,10 +6,10 @@ batch sizes two or three traces are made; the others are interpolated linearly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -25,9 +25,6 @@ from axon_nb.plan.muon import groups, is_muon, matrix_names
 from axon_nb.plan.tracing.fake_tensors import WithoutCuda, as_with_data, patched_apply, without_tracebacks
 from axon_nb.plan.tracing.operations import OpCounter, tensors_in
 from axon_nb.plan.tracing.subject import ModelSource, checked_module_filter, equal_blocks, first_line
-
-_Key = TypeVar("_Key")
-_Attention = dict[str, list[tuple[int, int]]]
 
 
 class TensorFacts(Struct, frozen=True):
@@ -209,9 +206,6 @@ def _watched(model: nn.Module, trace: ModelTrace, counted: OpCounter) -> Iterato
             yield parameter.register_post_accumulate_grad_hook(lambda _, name=name: trace.ready.append(name))
 
 
-_Facts = dict[str, tuple[TensorFacts, ...]]
-
-
 class _NotLinearError(Exception):
     """The traces do not lie on a line."""
 
@@ -306,63 +300,35 @@ def interpolate(low: ModelTrace, high: ModelTrace, share: tuple[int, int]) -> Mo
     try:
         return replace(
             low,
-            inputs=_interpolated_facts(low.inputs, high.inputs, share),
-            outputs=_interpolated_facts(low.outputs, high.outputs, share),
-            attention=_interpolated_attention(low.attention, high.attention, share),
-            saved={key: _interpolate_int(a, b, share) for key, (a, b) in _pairs(low.saved, high.saved).items()},
-            work={
-                phase: {child: _work(a, b, share) for child, (a, b) in _pairs(one, other).items()}
-                for phase, (one, other) in _pairs(low.work, high.work).items()
+            **{
+                name: _on_line(getattr(low, name), getattr(high, name), share)
+                for name in ("inputs", "outputs", "attention", "saved", "work")
             },
         )
     except _NotLinearError:
         return None
 
 
-def _pairs(low: Mapping[_Key, Any], high: Mapping[_Key, Any]) -> dict[_Key, tuple[Any, Any]]:
-    if low.keys() != high.keys():
-        raise _NotLinearError
-    return {key: (value, high[key]) for key, value in low.items()}
-
-
-def _interpolated_facts(low: _Facts, high: _Facts, share: tuple[int, int]) -> _Facts:
-    facts = {}
-    for name, (one, other) in _pairs(low, high).items():
-        if len(one) != len(other):
-            raise _NotLinearError
-        facts[name] = tuple(_fact(a, b, share) for a, b in zip(one, other, strict=True))
-    return facts
-
-
-def _interpolated_attention(low: _Attention, high: _Attention, share: tuple[int, int]) -> _Attention:
-    return {
-        name: [(_interpolate_int(a, b, share), itemsize) for (a, itemsize), (b, _) in zip(one, other, strict=True)]
-        for name, (one, other) in _pairs(low, high).items()
-    }
-
-
-def _fact(low: TensorFacts, high: TensorFacts, share: tuple[int, int]) -> TensorFacts:
+def _on_line(low: Any, high: Any, share: tuple[int, int]) -> Any:
+    """Return what lies on the line through two values, part by part."""
     if low == high:
         return low
-    if (low.dtype, low.requires_grad, len(low.shape)) != (high.dtype, high.requires_grad, len(high.shape)):
-        raise _NotLinearError
-    shape = tuple(_interpolate_int(a, b, share) for a, b in zip(low.shape, high.shape, strict=True))
-    return TensorFacts(shape, low.dtype, low.requires_grad)
-
-
-def _interpolate_int(low: int, high: int, share: tuple[int, int]) -> int:
+    if isinstance(low, dict):
+        if low.keys() != high.keys():
+            raise _NotLinearError
+        return {key: _on_line(value, high[key], share) for key, value in low.items()}
+    if isinstance(low, tuple | list):
+        if len(low) != len(high):
+            raise _NotLinearError
+        return type(low)(_on_line(a, b, share) for a, b in zip(low, high, strict=True))
+    if isinstance(low, TensorFacts):
+        if (low.dtype, low.requires_grad) != (high.dtype, high.requires_grad):
+            raise _NotLinearError
+        return TensorFacts(_on_line(low.shape, high.shape, share), low.dtype, low.requires_grad)
+    if isinstance(low, Work):
+        part = share[0] / share[1]
+        return Work(*(a + (b - a) * part for a, b in zip(astuple(low), astuple(high), strict=True)))
     value, rest = divmod(low * share[1] + (high - low) * share[0], share[1])
     if rest or value < 0:
         raise _NotLinearError
     return value
-
-
-def _work(low: Work, high: Work, share: tuple[int, int]) -> Work:
-    if low == high:
-        return low
-    part = share[0] / share[1]
-    return Work(*(a + (b - a) * part for a, b in zip(_numbers(low), _numbers(high), strict=True)))
-
-
-def _numbers(work: Work) -> tuple[float, float, float, float]:
-    return work.flops, work.bytes, work.ops, work.attention

@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from axon_nb.errors import UsageError
-from axon_nb.parallel.data.units import Wrap, describe_units, make_units
+from axon_nb.parallel.data.units import describe_units
 from axon_nb.parallel.memory import ShardingStrategy
-from axon_nb.parallel.pipeline.schedule import PipelineSchedule
-from axon_nb.parallel.tensor.parallelize import STYLES, automatic_plan, check_divisible
 from axon_nb.plan import arguments, muon
-from axon_nb.plan.errors import PlanError
 from axon_nb.plan.hardware import CARDS, FITTED, Link, Shares, link_between, resolve_links
-from axon_nb.plan.models import model_by_name
-from axon_nb.plan.tracing.subject import (
-    ModelSource,
-    checked_module_filter,
-    owner,
-    resolve_dtype,
-    resolve_optimizer,
-    split_experts,
-)
-from axon_nb.plan.tracing.trace import ModelTrace, trace_model
 from axon_nb.plan.traffic import parallelism as data
+from axon_nb.plan.traffic.layout import LocalTensor, ParallelLayout, TrafficOptions
 from axon_nb.plan.traffic.muon import step_traffic
-from axon_nb.plan.traffic.parallelism import (
-    LocalTensor,
-    StageAssignment,
-    assign_stages,
-    local_parameters,
-    pipeline_traffic,
-    tensor_parallel_traffic,
-)
+from axon_nb.plan.traffic.parallelism import pipeline_traffic, tensor_parallel_traffic
 from axon_nb.plan.traffic.plan import GRADIENT_AXES, CommunicationPlan, Traffic
 from axon_nb.plan.traffic.tokens import expert_traffic, ring_traffic
-
-_TORCH_STYLES = {"ColwiseParallel": "column", "RowwiseParallel": "row", "SequenceParallel": "sequence"}
 
 
 def communication(
@@ -142,38 +116,11 @@ def _notes(layout: ParallelLayout) -> Iterator[str]:
 
 
 def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
-    stages, tp = layout.stages, layout.size("tp")
-    parts = stages.num_microbatches if stages is not None else 1
-    rows: tuple[Traffic, ...] = ()
-    if layout.styles:
-        rows = tuple(
-            tensor_parallel_traffic(
-                layout.trace,
-                layout.styles,
-                num_ranks=tp,
-                sequence=layout.sequence,
-                parallel_loss=layout.parallel_loss,
-                parts=parts,
-                positions=layout.size("cp"),
-                stages=stages,
-            )
-        )
+    rows = tuple(tensor_parallel_traffic(layout)) if layout.styles else ()
     if layout.experts:
-        rows += tuple(
-            expert_traffic(
-                layout.trace,
-                layout.experts,
-                num_ranks=layout.size("ep"),
-                parts=parts,
-                positions=layout.size("cp"),
-                stages=stages,
-            )
-        )
+        rows += tuple(expert_traffic(layout))
     if layout.size("cp") > 1:
-        shares = {name: tp for name in layout.trace.attention if layout.divides_part(name)}
-        rows += tuple(
-            ring_traffic(layout.trace, num_ranks=layout.size("cp"), parts=parts, stages=stages, shares=shares)
-        )
+        rows += tuple(ring_traffic(layout))
     yield from rows
     if layout.activation_checkpointing:
         yield from _recomputed(rows)
@@ -182,10 +129,10 @@ def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
             for row in _data_rows(layout, here):
                 yield replace(row, pp_rank=pp_rank)
         yield from step_traffic(layout, pp_rank)
-    if stages is not None:
-        yield from pipeline_traffic(layout.trace, stages, shares=layout.boundary_shares, positions=layout.size("cp"))
-        if tp > 1:
-            for pp_rank in range(stages.num_ranks):
+    if layout.stages is not None:
+        yield from pipeline_traffic(layout)
+        if (tp := layout.size("tp")) > 1:
+            for pp_rank in range(layout.stages.num_ranks):
                 yield Traffic("tp", tp, "barrier", "backward", "end of the step", ((0, 1),), pp_rank=pp_rank)
 
 
@@ -254,259 +201,3 @@ def _needs_backward(layout: ParallelLayout) -> set[str] | None:
         lambda: {name for name, facts in trace.outputs.items() if any(fact.requires_grad for fact in facts)},
     )
     return names
-
-
-class TrafficOptions(arguments.LayoutOptions, total=False):
-    """Keyword arguments of `communication` and `step_time`; `inputs` is needed with ``tp``, ``pp`` and for times."""
-
-    bucket_size_mb: float
-    """Size of the gradient buckets in MiB, as in `DDP`; default 25."""
-    broadcast_buffers: bool
-    """As in `DDP`; default True."""
-    sequence: bool
-    """As in `parallelize`; default False."""
-    parallel_loss: bool
-    """Whether the loss is `parallel_cross_entropy`."""
-    num_stages: int | None
-    """As in `Pipeline.split`."""
-    at: Sequence[str] | None
-    """As in `Pipeline.split`: children that start a stage."""
-
-
-@dataclass(frozen=True)
-class ParallelLayout:
-    """A layout and what follows from it. Fields without a docstring are those of `TrafficOptions`."""
-
-    source: ModelSource
-    mesh: Mapping[str, int]
-    strategy: str = "full_shard"
-    mixed_precision: torch.dtype | None = None
-    wrap: Wrap = None
-    bucket_size_mb: float = 25.0
-    broadcast_buffers: bool = True
-    tp_plan: Any = "auto"
-    sequence: bool = False
-    parallel_loss: bool = False
-    schedule: PipelineSchedule | str = PipelineSchedule.ONE_F_ONE_B
-    num_microbatches: int | None = None
-    num_stages: int | None = None
-    at: Sequence[str] | None = None
-    device: str = "cuda"
-    optimizer: Callable[..., Optimizer] | None = None
-    """Its step is traced too."""
-    activation_checkpointing: bool | float = False
-    """Fraction of forward that backward recomputes; True: the equal blocks save only their inputs."""
-    num_batches: int = 1
-    """Batches whose gradients a step accumulates."""
-    known_trace: ModelTrace | None = None
-    """The trace, if it exists already."""
-    trace: ModelTrace = field(init=False)
-    """One step of the whole model on one rank's batch."""
-    styles: Mapping[str, str] = field(init=False)
-    """Tensor-parallel style by module name."""
-    stages: StageAssignment | None = field(init=False)
-    """How the model is split over ``pp``; None: it is not."""
-    experts: Mapping[str, int] = field(init=False)
-    """Number of experts of each module that ``ep`` splits."""
-
-    def __post_init__(self) -> None:
-        trace = self.known_trace or trace_model(self.source, optimizer=self.optimizer, dtype=self.mixed_precision)
-        if self.size("tp", "pp", "ep", "cp") > 1 and not trace.has_inputs:
-            raise UsageError(
-                "tp, pp, ep and cp send activations, so inputs= is required: one rank's batch, such as "
-                "torch.zeros(8, 128, dtype=torch.int64)."
-            )
-        experts = split_experts(trace.model, self.size("ep"))
-        wrap = checked_module_filter(trace.model, self.wrap, "wrap")
-        styles = _styles(trace, self) if self.size("tp") > 1 else {}
-        stages = None
-        if self.size("pp") > 1:
-            stages = assign_stages(
-                trace,
-                num_ranks=self.size("pp"),
-                schedule=self.schedule,
-                num_microbatches=self.num_microbatches,
-                num_stages=self.num_stages,
-                at=self.at,
-            )
-        found = {"trace": trace, "wrap": wrap, "styles": styles, "stages": stages, "experts": experts}
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
-
-    @classmethod
-    def from_options(
-        cls,
-        model: Any,
-        world_size: int | None,
-        options: Mapping[str, Any],
-        optimizer: Callable[..., Optimizer] | str | None = None,
-        **fields: Any,
-    ) -> ParallelLayout:
-        """Make the layout that a user describes.
-
-        Args:
-            model: The same as in `communication`.
-            world_size: Number of ranks; None: the mesh says.
-            options: Fields of `TrafficOptions`.
-            optimizer: A function that makes it from parameters, or its name in `torch.optim`; its step is traced.
-            **fields: Fields of `ParallelLayout` that users do not set.
-
-        Raises:
-            UsageError: an option is unknown or invalid, or the model cannot be laid out in this way.
-        """
-        arguments.check_options(
-            options, tuple(TrafficOptions.__annotations__), named=("world_size", "links", "optimizer")
-        )
-        rest = dict(options)
-        subject = {name: rest.pop(name) for name in ("inputs", "target", "loss", "batch", "seq") if name in rest}
-        strategy = arguments.choice_value(rest.pop("strategy", "full_shard")).lower()
-        mesh = arguments.resolve_mesh(world_size, rest.pop("mesh", None), strategy)
-        rest["mixed_precision"] = resolve_dtype(rest.pop("mixed_precision", None))
-        _check_values(options, mesh)
-        source = ModelSource(model_by_name(model), **subject)
-        make = resolve_optimizer(optimizer)
-        if strategy == "optimizer_state" and muon.is_muon(make):
-            raise PlanError(muon.NOT_ZERO_1)
-        return cls(source, mesh, strategy, optimizer=make, **rest, **fields)
-
-    def size(self, *axes: str) -> int:
-        """Product of the sizes of these axes; a missing axis counts as 1."""
-        return math.prod(self.mesh.get(axis, 1) for axis in axes)
-
-    @cached_property
-    def matrices(self) -> frozenset[str]:
-        """Names of the parameters that Muon updates; empty: it is another optimizer."""
-        return muon.matrix_names(self.trace.model) if muon.is_muon(self.optimizer) else frozenset()
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each whole parameter."""
-        return {name: tuple(parameter.shape) for name, parameter in self.trace.parameters}
-
-    @cached_property
-    def parameters(self) -> list[LocalTensor]:
-        """Each parameter as one rank along ``tp`` holds it."""
-        return local_parameters(self.trace, self.styles, self.size("tp"), self.experts, self.size("ep"))
-
-    @cached_property
-    def parameters_by_pp_rank(self) -> list[list[LocalTensor]]:
-        """The same, by the rank along ``pp`` that holds them."""
-        if self.stages is None:
-            return [self.parameters]
-        by_rank: list[list[LocalTensor]] = [[] for _ in range(self.size("pp"))]
-        for parameter in self.parameters:
-            by_rank[self.stages.rank_of(parameter.name)].append(parameter)
-        return by_rank
-
-    @cached_property
-    def _divided(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Modules whose matrix products ``tp`` divides, as their parents or themselves; and parts that hold any."""
-        named = frozenset(self.styles) | frozenset(name.rpartition(".")[0] for name in self.styles) - {""}
-        return named, frozenset(owner(name, self.trace.parts) for name in self.styles)
-
-    def divides(self, path: str) -> bool:
-        """Whether ``tp`` divides a module's matrix products: it is sharded, or a module beside or below it is."""
-        return bool(self.styles) and not self._divided[0].isdisjoint((path, path.rpartition(".")[0]))
-
-    def divides_part(self, path: str) -> bool:
-        """Whether ``tp`` shards a module of the same block, or of the same child of the model."""
-        return bool(self.styles) and owner(path, self.trace.parts) in self._divided[1]
-
-    @cached_property
-    def boundary_shares(self) -> dict[str, int]:
-        """Number of ``tp`` ranks over which a child's output is sharded, by child; others are whole on each rank."""
-        children = [name for name, _ in self.trace.model.named_children()][:-1]
-        return dict.fromkeys(children, self.size("tp")) if self.sequence and self.styles else {}
-
-    @property
-    def has_units(self) -> bool:
-        """Whether the model is sharded by FSDP."""
-        return self.strategy not in arguments.UNSHARDED and self.size(*GRADIENT_AXES) > 1
-
-    @cached_property
-    def units(self) -> dict[str, nn.Module]:
-        """Modules that are FSDP units of their own, by name."""
-
-        def named() -> dict[str, nn.Module]:
-            model = self.trace.model
-            if self.stages is None:
-                inner = make_units(model, self.wrap)
-            else:
-                parts = [model.get_submodule(name) for names in self.stages.children for name in names]
-                inner = [part for part in parts if any(True for _ in part.parameters())]
-            selected = set(map(id, inner))
-            return {name: module for name, module in model.named_modules() if id(module) in selected}
-
-        key = "units", self.stages is None
-        modules: dict[str, nn.Module] = named() if self.wrap is not None else self.trace.cached(key, named)
-        return modules
-
-    def gradient_group(self, *, experts: bool = False) -> tuple[str, int]:
-        """Axes over which gradients are averaged, joined by ``+``, and their size; the first one with hybrid_shard.
-
-        Args:
-            experts: Those of experts, of which ranks along ``ep`` hold others.
-        """
-        if self.strategy == "hybrid_shard":
-            return "replicate", self.size("replicate")
-        axes = [axis for axis in ("dp", "ep", "cp") if self.size(axis) > 1 and not (experts and axis == "ep")]
-        return "+".join(axes) or "dp", self.size(*axes)
-
-    @property
-    def title(self) -> str:
-        """Model and layout as text."""
-        shown = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        parts = [f"{type(self.trace.model).__name__} on {shown}"]
-        if self.size(*GRADIENT_AXES) > 1:
-            parts.append(self.strategy)
-        if self.stages is not None:
-            parts.append(f"{self.stages.schedule.value} with {self.stages.num_microbatches} microbatches")
-        if self.num_batches > 1:
-            parts.append(f"{self.num_batches} accumulated batches")
-        if self.sequence and self.size("tp") > 1:
-            parts.append("sequence parallel")
-        return ", ".join(parts)
-
-
-def _check_values(options: Mapping[str, Any], mesh: Mapping[str, int]) -> None:
-    """Check option values that nothing else checks.
-
-    Raises:
-        PlanError: one is invalid.
-    """
-    for name in ("batch", "seq", "num_microbatches", "num_stages"):
-        if (value := options.get(name)) is not None or (name == "batch" and name in options):
-            arguments.check_int(name, value)
-            if name in ("num_microbatches", "num_stages") and mesh.get("pp", 1) == 1:
-                raise PlanError(f"{name}={value} requires a pipeline: add a pp axis, mesh={{'pp': 4, …}}.")
-    limit = options.get("bucket_size_mb", 25.0)
-    arguments.check_number("bucket_size_mb", limit, rule="a number of MiB above 0", least=1e-9)
-    arguments.check_choice("device", options.get("device", "cuda"), ("cpu", "cuda"))
-    arguments.check_callable("loss", options.get("loss"), "of the output (and the target, if there is one) to a scalar")
-
-
-def _styles(trace: ModelTrace, layout: ParallelLayout) -> dict[str, str]:
-    model, ranks = trace.model, layout.size("tp")
-    if layout.tp_plan == "auto":
-        sequence, loss = layout.sequence, layout.parallel_loss
-        styles: dict[str, str] = trace.cached(
-            ("styles", ranks, sequence, loss),
-            lambda: automatic_plan(model, num_ranks=ranks, sequence=sequence, parallel_loss=loss)[0],
-        )
-        return styles
-    if not isinstance(layout.tp_plan, Mapping):
-        raise UsageError(f"tp_plan must be 'auto', or map module name patterns to styles; got {layout.tp_plan!r}.")
-    names = [name for name, _ in model.named_modules() if name]
-    assigned: dict[str, str] = {}
-    for pattern, style in layout.tp_plan.items():
-        word = style if isinstance(style, str) else _TORCH_STYLES.get(type(style).__name__, "")
-        if word not in STYLES:
-            raise UsageError(f"tp_plan[{pattern!r}] must be one of {', '.join(STYLES)}; got {style!r}.")
-        hits = [name for name in names if fnmatchcase(name, pattern)]
-        if not hits:
-            raise UsageError(f"tp_plan[{pattern!r}] matches no module of {type(model).__name__}.")
-        assigned |= dict.fromkeys(hits, word)
-    for name, word in assigned.items():
-        parent = model.get_submodule(name.rpartition(".")[0])
-        check_divisible(name, model.get_submodule(name), word, parent=parent, num_ranks=ranks)
-    return assigned

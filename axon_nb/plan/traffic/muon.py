@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from axon_nb.plan.hardware import Work
-from axon_nb.plan.traffic.parallelism import LocalTensor
+from axon_nb.plan.traffic.layout import LocalTensor, ParallelLayout
 from axon_nb.plan.traffic.plan import Traffic, grouped
-
-if TYPE_CHECKING:
-    from axon_nb.plan.traffic.communication import ParallelLayout
 
 _ITERATIONS = 5
 """Of Newton-Schulz, as by default."""

@@ -1,8 +1,7 @@
 """What each kind of parallelism sends in a step: data parallelism, pipelines, and tensor parallelism.
 
 Data parallelism (DDP, ZeRO-1, FSDP2 with each strategy) is as in torch 2.11 to 2.13, from the second step on: DDP
-orders its buckets by when gradients became ready. A pipeline also decides which children of the model each of its ranks
-holds.
+orders its buckets by when gradients became ready.
 
 Tensor parallelism goes by the style of each module. Shoeybi et al., Megatron-LM (2019), section 3: a block's attention
 and its MLP each all-reduce the output once in forward and the input's gradient once in backward. Korthikanti et al.
@@ -14,9 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
 
 import torch
 from msgspec import Struct
@@ -24,44 +20,18 @@ from torch import nn
 
 from axon_nb.errors import UsageError
 from axon_nb.parallel.memory import ShardingStrategy, partition_parameters
-from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages, stages_of_rank
-from axon_nb.parallel.pipeline.stages import balance, child_costs, split_sections
-from axon_nb.plan.tracing.subject import owner, part_costs, pipeline_parts
+from axon_nb.parallel.tensor.parallelize import has_prepared_input
+from axon_nb.plan.tracing.subject import owner
 from axon_nb.plan.tracing.trace import ModelTrace, TensorFacts
+from axon_nb.plan.traffic.layout import LocalTensor, ParallelLayout, StageAssignment
 from axon_nb.plan.traffic.plan import Traffic, grouped
 
 _BROADCAST_BYTES = 250 * 1024 * 1024
 """DDP broadcasts buffers in chunks of about this size."""
 _FACTS = 4
 """Number of 8-byte integers that ranks exchange before a step."""
-SHARDED_DIM = {"column": 0, "column+gather": 0, "row": 1, "split+row": 1}
-"""The dimension of a linear layer's weight that a style shards."""
 _FORWARD, _BACKWARD = "forward", "backward"
 _NORMS = "gradients of norms"
-
-
-class LocalTensor(Struct, frozen=True):
-    """A parameter or buffer as one data rank holds it before FSDP shards it: its shard over ``tp``."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    has_grad: bool = True
-    """Whether a step gives it a gradient."""
-    requires_grad: bool = True
-    """Whether it can get one."""
-    is_expert: bool = False
-    """Whether ranks along ``ep`` hold other parts of it."""
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.elements * self.dtype.itemsize
 
 
 class FSDPUnit(Struct, frozen=True):
@@ -240,143 +210,38 @@ def group_into_units(
     return [FSDPUnit("", tuple(root)), *made]
 
 
-@dataclass(frozen=True)
-class StageAssignment:
-    """How a model is split into stages, and which rank has which."""
-
-    schedule: PipelineSchedule
-    num_ranks: int
-    num_microbatches: int
-    children: tuple[tuple[str, ...], ...]
-    """Names of the model's children, per stage; in a model that is not a Sequential, of its `pipeline_parts`."""
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages."""
-        return len(self.children)
-
-    def on_rank(self, rank: int) -> list[int]:
-        """StageAssignment of a rank."""
-        return stages_of_rank(self.schedule, rank, num_ranks=self.num_ranks, num_stages=self.num_stages)
-
-    @cached_property
-    def rank_of_stage(self) -> dict[int, int]:
-        """The rank of each stage."""
-        return {stage: rank for rank in range(self.num_ranks) for stage in self.on_rank(rank)}
-
-    @cached_property
-    def _stage_of_child(self) -> dict[str, int]:
-        return {name: stage for stage, names in enumerate(self.children) for name in names}
-
-    def stage_of(self, path: str) -> int:
-        """The stage that holds a module or parameter; the last one for what is in none."""
-        return self._stage_of_child.get(owner(path, self._stage_of_child), self.num_stages - 1)
-
-    def rank_of(self, path: str) -> int:
-        """The rank of that stage."""
-        return self.rank_of_stage[self.stage_of(path)]
-
-
-def assign_stages(
-    trace: ModelTrace,
-    *,
-    num_ranks: int,
-    schedule: PipelineSchedule | str,
-    num_microbatches: int | None,
-    num_stages: int | None,
-    at: Sequence[str] | None,
-) -> StageAssignment:
-    """Split a Sequential as `Pipeline.split` does, and other models into their `pipeline_parts`.
-
-    Args:
-        trace: The model's trace.
-        num_ranks: Pipeline ranks.
-        schedule: Its name.
-        num_microbatches: None: one per stage.
-        num_stages: None: one per rank, or two where the schedule has several.
-        at: Children of a Sequential that start a stage; None: stages of about equal parameter counts.
-
-    Raises:
-        UsageError: the model has no equal blocks and is not a Sequential, or the numbers do not fit the schedule.
-    """
-    kind = PipelineSchedule.of(schedule)
-    count = default_num_stages(kind, num_ranks) if num_stages is None else num_stages
-    at = [at] if isinstance(at, str) else at
-    names = _split_at(trace, at) if at is not None else trace.cached(("stages", count), lambda: _balanced(trace, count))
-    microbatches = len(names) if num_microbatches is None else num_microbatches
-    check_counts(kind, num_ranks=num_ranks, num_stages=len(names), num_microbatches=microbatches)
-    return StageAssignment(kind, num_ranks, microbatches, names)
-
-
-def _balanced(trace: ModelTrace, count: int) -> tuple[tuple[str, ...], ...]:
-    costs: dict[str, float] = trace.cached("costs of stages' parts", lambda: _part_costs(trace))
-    names, starts = list(costs), balance(list(costs.values()), count)
-    return tuple(tuple(names[first:second]) for first, second in pairwise([*starts, len(names)]))
-
-
-def _part_costs(trace: ModelTrace) -> dict[str, float]:
-    parts = pipeline_parts(trace.model)
-    return part_costs(trace.model, parts) if parts else child_costs(trace.model, "params")
-
-
-def _split_at(trace: ModelTrace, at: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(name for name, _ in part.named_children()) for part in split_sections(trace.model, at))
-
-
-def boundaries(
-    trace: ModelTrace, stages: StageAssignment, *, shares: Mapping[str, int] | None = None, positions: int = 1
-) -> list[tuple[int, int]]:
+def boundaries(layout: ParallelLayout, stages: StageAssignment) -> list[tuple[int, int]]:
     """Return the bytes of one microbatch that a rank sends over each stage boundary: (forward, backward).
-
-    Args:
-        trace: The model's trace with one rank's batch.
-        stages: How it is split.
-        shares: Children whose output is sharded over this many ``tp`` ranks.
-        positions: Ranks along ``cp``, each with its part of the sequence.
 
     Raises:
         UsageError: the batch is not divisible into microbatches.
     """
     sizes = []
     for names in stages.children[:-1]:
-        facts = trace.outputs[names[-1]]
+        facts = layout.trace.outputs[names[-1]]
         rows = facts[0].shape[0] if facts and facts[0].shape else 0
         if not rows or rows % stages.num_microbatches:
             raise UsageError(
                 f"The batch ({rows} samples) must be divisible by num_microbatches ({stages.num_microbatches}): change "
                 "one of them."
             )
-        parts = stages.num_microbatches * positions * (shares or {}).get(names[-1], 1)
+        parts = stages.num_microbatches * layout.size("cp") * layout.boundary_shares.get(names[-1], 1)
         forward = sum(fact.nbytes for fact in facts)
         backward = sum(fact.nbytes for fact in facts if fact.requires_grad)
         sizes.append((forward // parts, backward // parts))
     return sizes
 
 
-def pipeline_traffic(
-    trace: ModelTrace, stages: StageAssignment, *, shares: Mapping[str, int] | None = None, positions: int = 1
-) -> Iterator[Traffic]:
-    """Yield what each pipeline rank sends and receives; stages on the same rank exchange no messages.
-
-    Args:
-        trace: The same as for `boundaries`.
-        stages: The same.
-        shares: The same.
-        positions: The same.
-    """
+def pipeline_traffic(layout: ParallelLayout) -> Iterator[Traffic]:
+    """Yield what each pipeline rank sends and receives; stages on the same rank exchange no messages."""
+    stages = layout.stages
+    assert stages is not None
     ranks, count, num_ranks = stages.rank_of_stage, stages.num_microbatches, stages.num_ranks
     for pp_rank in range(num_ranks):
-        yield Traffic(
-            "pp",
-            num_ranks,
-            "all_gather",
-            "forward",
-            "batch check",
-            ((num_ranks * _FACTS * 8, 1),),
-            pp_rank=pp_rank,
-        )
+        facts = ((num_ranks * _FACTS * 8, 1),)
+        yield Traffic("pp", num_ranks, "all_gather", "forward", "batch check", facts, pp_rank=pp_rank)
         yield Traffic("pp", num_ranks, "barrier", "backward", "end of the step", ((0, 1),), pp_rank=pp_rank)
-    for stage, (forward, backward) in enumerate(boundaries(trace, stages, shares=shares, positions=positions)):
+    for stage, (forward, backward) in enumerate(boundaries(layout, stages)):
         first, second = ranks[stage], ranks[stage + 1]
         if first == second:
             continue
@@ -395,46 +260,23 @@ class _Call(Struct, frozen=True):
     size: int
 
 
-def tensor_parallel_traffic(
-    trace: ModelTrace,
-    styles: Mapping[str, str],
-    *,
-    num_ranks: int,
-    sequence: bool,
-    parallel_loss: bool,
-    parts: int = 1,
-    positions: int = 1,
-    stages: StageAssignment | None = None,
-    axis: str = "tp",
-) -> Iterator[Traffic]:
-    """Yield what ranks along the axis send each other.
-
-    Args:
-        trace: The whole model's trace with one rank's batch.
-        styles: The styles by module name, as `parallelize` takes them.
-        num_ranks: Along the axis.
-        sequence: Whether activations between blocks are sharded along the sequence.
-        parallel_loss: Whether the loss takes logits sharded over the vocabulary.
-        parts: Number of microbatches.
-        positions: Ranks along ``cp``, each with its part of the sequence.
-        stages: How the model is split over ``pp``; None: it is not.
-        axis: Its name.
-    """
+def tensor_parallel_traffic(layout: ParallelLayout) -> Iterator[Traffic]:
+    """Yield what ranks along ``tp`` send each other."""
+    trace, parts, positions = layout.trace, layout.parts, layout.size("cp")
     calls: dict[tuple[int, str, str, str], list[int]] = {}
-    for name, style in styles.items():
-        pp_rank = 0 if stages is None else stages.rank_of(name)
-        for call in _calls(trace, name, style, styles, sequence=sequence):
+    for name, style in layout.styles.items():
+        pp_rank = layout.pp_rank_of(name)
+        for call in _calls(trace, name, style, layout.styles, sequence=layout.sequence):
             once = call.purpose == _NORMS
             sizes = [call.size] if once else [call.size // parts // positions] * parts
             calls.setdefault((pp_rank, call.phase, call.operation, call.purpose), []).extend(sizes)
-    if parallel_loss:
-        pp_rank = 0 if stages is None else stages.rank_of("")
+    if layout.parallel_loss:
+        key = (layout.pp_rank_of(""), _FORWARD, "all_reduce", "loss of sharded logits")
         tokens = _tokens(trace)
         for size in (tokens * 4, 2 * tokens * 4):
-            key = (pp_rank, _FORWARD, "all_reduce", "loss of sharded logits")
             calls.setdefault(key, []).extend([size // parts // positions] * parts)
     for (pp_rank, phase, operation, purpose), sizes in calls.items():
-        yield Traffic(axis, num_ranks, operation, phase, purpose, grouped(sizes), pp_rank=pp_rank)
+        yield Traffic("tp", layout.size("tp"), operation, phase, purpose, grouped(sizes), pp_rank=pp_rank)
 
 
 def _calls(trace: ModelTrace, name: str, style: str, styles: Mapping[str, str], *, sequence: bool) -> Iterator[_Call]:
@@ -442,7 +284,7 @@ def _calls(trace: ModelTrace, name: str, style: str, styles: Mapping[str, str], 
     if input_ is None or output is None:
         return
     module = trace.model.get_submodule(name)
-    is_nested = any(styles.get(above) in ("share", "gather") for above in _above(name))
+    is_nested = has_prepared_input(name, styles)
     yield from _of_input(input_, style, is_nested=is_nested, sequence=sequence and not isinstance(module, nn.Embedding))
     if style in ("row", "split+row"):
         yield _Call(_FORWARD, "reduce_scatter" if sequence else "all_reduce", "sum of the output", output.nbytes)
@@ -473,11 +315,6 @@ def _of_input(input_: TensorFacts, style: str, *, is_nested: bool, sequence: boo
         yield _Call(_BACKWARD, backward, "gradient of the input", input_.nbytes)
 
 
-def _above(name: str) -> Iterator[str]:
-    while name := name.rpartition(".")[0]:
-        yield name
-
-
 def _first(facts: tuple[TensorFacts, ...]) -> TensorFacts | None:
     return facts[0] if facts else None
 
@@ -486,52 +323,3 @@ def _tokens(trace: ModelTrace) -> int:
     """Number of tokens: elements of the model's output without its last dimension."""
     logits = trace.outputs[""][0]
     return TensorFacts(logits.shape[:-1], torch.uint8, False).nbytes
-
-
-def local_parameters(
-    trace: ModelTrace, styles: Mapping[str, str], num_ranks: int, experts: Mapping[str, int], ep: int
-) -> list[LocalTensor]:
-    """Return each parameter as one rank along ``tp`` and ``ep`` holds it.
-
-    Args:
-        trace: The whole model's trace.
-        styles: The styles by module name.
-        num_ranks: Along ``tp``.
-        experts: Number of experts by module.
-        ep: Ranks along ``ep``.
-    """
-    parameters: list[LocalTensor] = trace.cached(
-        ("local parameters", num_ranks, tuple(styles.items()), ep),
-        lambda: _local_parameters(trace, styles, num_ranks, experts, ep),
-    )
-    return parameters
-
-
-def _local_parameters(
-    trace: ModelTrace, styles: Mapping[str, str], num_ranks: int, experts: Mapping[str, int], ep: int
-) -> list[LocalTensor]:
-    ready = set(trace.ready) if trace.has_inputs else None
-    parameters = []
-    for name, parameter in trace.parameters:
-        path, _, leaf = name.rpartition(".")
-        shape = list(parameter.shape)
-        style = styles.get(path, "")
-        if num_ranks > 1 and style in SHARDED_DIM:
-            dim = _sharded_dim(trace.model.get_submodule(path), style, leaf)
-            if dim is not None:
-                shape[dim] //= num_ranks
-        has_grad = parameter.requires_grad if ready is None else name in ready
-        is_expert = bool(shape) and shape[0] == experts.get(path)
-        if is_expert:
-            shape[0] //= ep
-        trained = parameter.requires_grad
-        parameters.append(LocalTensor(name, tuple(shape), parameter.dtype, has_grad, trained, is_expert))
-    return parameters
-
-
-def _sharded_dim(module: nn.Module, style: str, leaf: str) -> int | None:
-    if isinstance(module, nn.Embedding):
-        return 1 - SHARDED_DIM[style]
-    if leaf == "weight":
-        return SHARDED_DIM[style]
-    return 0 if SHARDED_DIM[style] == 0 else None

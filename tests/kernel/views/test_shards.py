@@ -34,8 +34,8 @@ own = torch.zeros(rank + 1)
 ASK = """import json
 from msgspec import to_builtins
 from axon_nb.cluster.session import current
-from axon_nb.cluster.inspection.variables import request_layouts
-shards, notes = request_layouts(current.require("test").state, {names!r}, gradients={gradients})
+from axon_nb.cluster.inspection.variables import LayoutRequest
+shards, notes = LayoutRequest(current.require("test").state, {names!r}, gradients={gradients}).send()
 print(json.dumps([[to_builtins(shard) for shard in shards], notes]))"""
 
 SHARDED = """%%distributed
@@ -61,8 +61,8 @@ cache = declare_placements(torch.zeros(3, 4), mesh, [Shard(0)])
 plain = torch.zeros(3)
 """
 READ = """from axon_nb.cluster.session import current
-from axon_nb.cluster.inspection.variables import request_layouts
-for shard in sorted(request_layouts(current.require("test").state, {names!r}, gradients=True)[0], key=str):
+from axon_nb.cluster.inspection.variables import LayoutRequest
+for shard in sorted(LayoutRequest(current.require("test").state, {names!r}, gradients=True).send()[0], key=str):
     print(shard.rank, shard.name, shard.role, *map(tuple, (shard.global_shape, shard.offset, shard.placements)))"""
 
 

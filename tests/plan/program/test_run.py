@@ -16,7 +16,7 @@ from axon_nb.comm import World
 from axon_nb.errors import UsageError
 from axon_nb.parallel import DDP, FSDP, Pipeline
 from axon_nb.plan.errors import PlanError
-from axon_nb.plan.program.record import RankRecord, distinct_ranks
+from axon_nb.plan.program.record import Peak, RankRecord, distinct_ranks
 from tests.plan.program import programs
 from tests.plan.recording import begin, calls_of, recording
 
@@ -286,7 +286,7 @@ def _found(size: int, kind: Callable[[int], int], groups: tuple[tuple[int, ...],
 
     def run(ranks: Sequence[int]) -> Mapping[int, RankRecord]:
         for rank in ranks:
-            ran[rank] = RankRecord(rank, (), (), (), groups, 0.0, 0, 0, {}, None, 0, kind(rank))
+            ran[rank] = RankRecord(rank, (), (), (), groups, 0.0, Peak(0, 0, {}, None), 0, kind(rank))
         return ran
 
     lanes = distinct_ranks(size, run)
