@@ -35,12 +35,13 @@ def record(group: ProcessGroup, name: str, start_ns: int, size: int, *, kind: st
         group: The group of the call.
         name: Name of the operation.
         start_ns: Start of the call, by `now`.
-        size: Payload on this rank, in bytes.
+        size: What this rank passed in, in bytes.
         kind: ``collective`` or ``p2p``.
     """
     info = group.info
     if not info.emits_spans:
-        emit(Span(info.ranks[info.rank], kind, name, start_ns, now(), info.name, size))
+        whole = size * len(info.ranks) if name == "all_gather" else size
+        emit(Span(info.ranks[info.rank], kind, name, start_ns, now(), info.name, whole))
         if info.backend is not Backend.MOCK:  # mock groups report their calls
             report_payload(info.ranks[info.rank], name, size, len(info.ranks), group.torch_group)
 

@@ -45,7 +45,7 @@ class Span(NamedTuple):
     group: str = ""
     """Name of the process group; empty if no group is involved. Of a cell: what was slowed on purpose."""
     bytes: int = 0
-    """Payload in bytes on this rank; 0 if no data moves."""
+    """Of the whole tensor: an all_gather's output, a reduce_scatter's input; 0 if no data moves."""
     stage: int = -1
     """Pipeline stage, -1 outside a pipeline."""
     microbatch: int = -1

@@ -24,7 +24,7 @@ def begin() -> None:
 
 
 def calls_of(rank: int) -> list[tuple[str, str, int]]:
-    """(group, operation, bytes of the first argument) since `begin`."""
+    """(group, operation, bytes of the whole tensor) since `begin`."""
     return list(_calls[rank])
 
 
@@ -48,7 +48,7 @@ def _watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         _inside.deep = True
         try:
-            _calls.setdefault(dist.get_rank(), []).append((self.group_name, name, _size(args[0] if args else None)))
+            _calls.setdefault(dist.get_rank(), []).append((self.group_name, name, _size(args["reduce_scatter" in name] if args else None)))
             return original(self, *args, **kwargs)
         finally:
             _inside.deep = False

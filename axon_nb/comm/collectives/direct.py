@@ -146,7 +146,8 @@ class _FastPath:
     def record(self, name: str, start_ns: int, size: int) -> None:
         """Record the span of a finished call."""
         if self.records_spans:
-            emit(span_of((self.global_rank, "collective", name, start_ns, now(), self.name, size, -1, -1, 0, 0)))
+            whole = size * self.size if name == "all_gather" else size
+            emit(span_of((self.global_rank, "collective", name, start_ns, now(), self.name, whole, -1, -1, 0, 0)))
             report_payload(self.global_rank, name, size, self.size, None if self.calls_backend else self.group())
 
 

@@ -52,7 +52,17 @@ _BYTES = {
     "Double": 8,
     "Long": 8,
 }
-_NAMES = {"all_reduce": "allreduce", "all_gather": "allgather", "all_to_all": "alltoall"}
+_NAMES = {
+    "_all_gather_base": "_allgather_base",
+    "_broadcast_oop": "broadcast",
+    "_reduce_oop": "reduce",
+    "all_gather": "allgather",
+    "all_gather_into_tensor_coalesced": "allgather_into_tensor_coalesced",
+    "all_reduce": "allreduce",
+    "all_reduce_barrier": "barrier",
+    "all_to_all": "alltoall",
+}
+"""What other groups call the operations that NCCL's has other names for."""
 _POINT_TO_POINT = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 _CUDA_FILE = os.path.join("torch", "cuda", "__init__.py")
 _MAX_STARTED = 8
@@ -162,6 +172,7 @@ class FinishedCalls:
             self._ends[queue] = end
         if match := _POINT_TO_POINT.match(name):
             name = match[1]
+        name = _NAMES.get(name, name)
         kind, sequence = ("p2p", 0) if is_message else ("collective", entry["collective_seq_id"])
         return Span(self._rank, kind, name, start, end, group, bytes=_payload(entry), sequence=sequence, clock=clock)
 
@@ -183,8 +194,9 @@ def _call(entry: dict[str, Any], group: str, ranks: Sequence[int], now: int) -> 
 
 
 def _payload(entry: dict[str, Any]) -> int:
-    dtypes = entry["input_dtypes"]
-    return sum(prod(size) * _BYTES.get(dtype, 0) for size, dtype in zip(entry["input_sizes"], dtypes, strict=False))
+    """Bytes of the whole tensor: an all_gather's output, a reduce_scatter's input."""
+    tensors = (zip(entry[f"{side}_sizes"], entry[f"{side}_dtypes"], strict=False) for side in ("input", "output"))
+    return max(sum(prod(size) * _BYTES.get(dtype, 0) for size, dtype in each) for each in tensors)
 
 
 def native_waits(

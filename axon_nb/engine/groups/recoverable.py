@@ -444,7 +444,7 @@ class RecoverableGroup(PythonProcessGroup):
         try:
             if sequence and self._table is not None:
                 self._table.check_collective(name, args, sequence, self._members)
-            call = calls.start(name, self._name, sequence, peer, payload_bytes(args))
+            call = calls.start(name, self._name, sequence, peer, payload_bytes(name, args))
             report_call(name, args, self._own_rank, self._members, peer)
             if ring.watched and (frame := user_frame(sys._getframe())) is not None:
                 call.line = frame.f_lineno

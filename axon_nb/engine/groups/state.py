@@ -74,9 +74,11 @@ def peer_of(name: str, args: tuple[Any, ...]) -> int:
     return int(args[1]) if name in ("send", "recv") and len(args) > 1 else -1
 
 
-def payload_bytes(args: tuple[Any, ...]) -> int:
-    """Return the bytes of an operation's first argument: a tensor, or lists of them."""
+def payload_bytes(name: str, args: tuple[Any, ...]) -> int:
+    """Return the bytes of an operation's whole tensor: an all_gather's output, a reduce_scatter's input."""
     first = args[0] if args else None
+    if "reduce_scatter" in name or (name == "gather" and not first):  # only the root of a gather passes outputs
+        first = args[1]
     if type(first) is list and len(first) == 1:
         first = first[0]  # as in most calls
     if type(first) is torch.Tensor:
@@ -305,8 +307,6 @@ class Slowdown:
         root = next((int(option.rootRank) for option in args if hasattr(option, "rootRank")), 0)
         if name in ("gather", "scatter"):  # the root's list of parts comes first, or is empty elsewhere
             size = sum(one.nbytes for one in args[1 if name == "gather" else 0])
-        elif name.startswith("reduce_scatter"):
-            size *= len(ranks)
         return collective_delay_s(self._slowness, name, ranks, self._rank, size, root=ranks[root])
 
     def carry(self, link: object, seconds: float) -> None:

@@ -208,16 +208,16 @@ class ProgramLog(StorageLog):
             return
         group = next(found for handle in handles if (found := _group_of(handle)) is not None)
         ranks = tuple(dist.get_process_group_ranks(group))
-        operation, is_shard = OPERATIONS.get(name, (_OTHERS.get(name, ""), False))
+        operation = OPERATIONS.get(name) or _OTHERS.get(name, "")
         if not operation:
             return
         tensors = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
         size = 0 if name == "barrier" else sum(tensor.nbytes for tensor in tensors)
-        if name in ("gather", "scatter"):
+        if operation in ("gather", "reduce_scatter", "scatter"):
             size = max(size, sum(leaf.nbytes for leaf in tree_leaves(args[1]) if isinstance(leaf, torch.Tensor)))
         peer = ranks[args[2]] if operation in ("send", "recv") and isinstance(args[2], int) else -1
         work: Any = dist.Work.unbox(handles[-1])
-        work.seq_id = self._call(operation, ranks, size * (len(ranks) if is_shard else 1), peer)
+        work.seq_id = self._call(operation, ranks, size, peer)
         self._works.append((work, tensors))
 
     def _record_functional(self, name: str, args: Any, result: Any) -> None:

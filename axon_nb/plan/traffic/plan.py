@@ -36,8 +36,8 @@ _NAMES = {
     "send": ("send",),
 }  # fmt: skip
 """torch's names of each operation, which differ between versions."""
-OPERATIONS = {name: (kind, kind == "reduce_scatter") for kind, names in _NAMES.items() for name in names}
-"""By torch's name: the operation, and whether a span's bytes are those of one rank's shard."""
+OPERATIONS = {name: kind for kind, names in _NAMES.items() for name in names}
+"""By torch's name: the operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,25 +275,24 @@ def recorded_communication(spans: Iterable[Span], mesh: Any) -> dict[tuple[str, 
     Returns:
         (calls, bytes) by axis and operation; bytes of whole tensors.
     """
-    axes = {mesh.get_group(axis).group_name: (axis, mesh[axis].size()) for axis in mesh.mesh_dim_names or ()}
+    axes = {mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names or ()}
     return count_calls(((span.group, span.name, span.bytes) for span in spans if span.kind != "wait"), axes)
 
 
 def count_calls(
-    calls: Iterable[tuple[str, str, int]], axes: Mapping[str, tuple[str, int]]
+    calls: Iterable[tuple[str, str, int]], axes: Mapping[str, str]
 ) -> dict[tuple[str, str], tuple[int, int]]:
-    """Count the same from (group, torch's operation name, bytes of the first argument).
+    """Count the same from (group, torch's operation name, bytes of the whole tensor).
 
     Args:
         calls: The calls in any order; those that do not communicate are ignored.
-        axes: Axis and size by group name.
+        axes: Axis by group name.
     """
     totals: dict[tuple[str, str], tuple[int, int]] = {}
     for group, name, size in calls:
         if group not in axes or name not in OPERATIONS:
             continue
-        axis, num_ranks = axes[group]
-        operation, is_shard = OPERATIONS[name]
-        before, total = totals.get((axis, operation), (0, 0))
-        totals[axis, operation] = before + 1, total + size * (num_ranks if is_shard else 1)
+        key = axes[group], OPERATIONS[name]
+        before, total = totals.get(key, (0, 0))
+        totals[key] = before + 1, total + size
     return totals

@@ -21,6 +21,7 @@ from axon_nb.engine.groups import flight_recorder
 from axon_nb.engine.groups.abort import AbortFlag
 from axon_nb.engine.groups.creation import poll_until
 from axon_nb.engine.groups.flight_recorder import FinishedCalls, native_waits, overdue, synchronizes_in
+from axon_nb.plan.traffic.plan import count_calls
 from axon_nb.records.spans import SpanRing
 from axon_nb.records.waits import GroupWaits, PendingCall, RankWaits, explain_deadlock
 from tests.engine.groups.native_ranks import groups_on, run_on_ranks
@@ -216,6 +217,8 @@ def test_send_and_recv_name_the_peers_global_rank() -> None:
         "record_id": 9,
         "input_sizes": [[2, 3]],
         "input_dtypes": ["BFloat16"],
+        "output_sizes": [[2, 3]],
+        "output_dtypes": ["BFloat16"],
     }
     recv = {**entry, "profiling_name": "nccl:recv 0<-1"}
     send = {**entry, "profiling_name": "nccl:send 0->1", "record_id": 8}
@@ -243,15 +246,15 @@ def test_measured_operations_have_their_own_length() -> None:
     first = entry(1, created=origin, completed=origin + 100 * ms, duration_ms=30.0)
     second = entry(2, created=origin + ms, completed=origin + 100 * ms, started=origin + 100 * ms, duration_ms=20.5)
     assert _times(first, second, origin=origin) == [
-        ("all_reduce", 0, 30, "gpu"),
-        ("all_reduce", 30, 50, "gpu"),
+        ("allreduce", 0, 30, "gpu"),
+        ("allreduce", 30, 50, "gpu"),
     ]
 
 
 def test_operation_that_nothing_measured_has_the_time_of_its_launch() -> None:
     origin, ms = time.time_ns(), 1_000_000
     launched = entry(1, created=origin, completed=origin + 70 * ms)
-    assert _times(launched, origin=origin) == [("all_reduce", 0, 70, "launch")]
+    assert _times(launched, origin=origin) == [("allreduce", 0, 70, "launch")]
 
 
 def test_finished_operations_are_read_once_each() -> None:
@@ -262,10 +265,25 @@ def test_finished_operations_are_read_once_each() -> None:
     foreign = entry(3, created=origin, completed=origin + 9 * ms, duration_ms=2.0, group="7")
     assert _times(running, message, foreign, origin=origin, reader=reader) == [("send", 0, 2, "gpu")]
     done = entry(1, created=origin, started=origin + ms, completed=origin + 20 * ms, duration_ms=18.0)
-    assert _times(done, message, foreign, origin=origin, reader=reader) == [("all_reduce", 0, 18, "gpu")]
+    assert _times(done, message, foreign, origin=origin, reader=reader) == [("allreduce", 0, 18, "gpu")]
     assert _times(done, message, foreign, origin=origin, reader=reader) == []
     (span,) = FinishedCalls(3, DeviceClock(SpanRing())).read(dump_of(done), {"0"})
     assert (span.rank, span.kind, span.group, span.bytes, span.sequence) == (3, "collective", "0", 2**20, 1)
+
+
+def test_calls_of_a_step_have_the_names_and_bytes_that_the_plan_has() -> None:
+    part, whole = [[512, 512]], [[1024, 512]]
+    calls = [("_all_gather_base", part, whole), ("_reduce_scatter_base", whole, part), ("all_reduce", part, part)]
+    entries = [
+        {**entry(number, created=1, completed=2, name=name), "input_sizes": inputs, "output_sizes": outputs}
+        for number, (name, inputs, outputs) in enumerate(calls, 1)
+    ]
+    spans = FinishedCalls(3, DeviceClock(SpanRing())).read(dump_of(*entries), {"0"})
+    assert count_calls(((span.group, span.name, span.bytes) for span in spans), {"0": "dp"}) == {
+        ("dp", "all_gather"): (1, 2 * 2**20),
+        ("dp", "reduce_scatter"): (1, 2 * 2**20),
+        ("dp", "all_reduce"): (1, 2**20),
+    }
 
 
 def _reads_gloo(rank: int, store: Any) -> tuple[list[str], list[str]]:

@@ -234,7 +234,7 @@ class Prepared:
     """A layout on this rank after warm-up: buckets are built, shapes agreed on."""
 
     step: Step
-    axes: dict[str, tuple[str, int]]
+    axes: dict[str, str]
     """Axis and size by the group's name."""
     pp_rank: int
     """This rank's coordinate along ``pp``."""
@@ -248,5 +248,5 @@ def prepare(name: str) -> Prepared:
     step = case.make(mesh)
     step()
     step()
-    axes = {mesh.get_group(axis).group_name: (axis, size) for axis, size in case.mesh.items()}
+    axes = {mesh.get_group(axis).group_name: axis for axis in case.mesh}
     return Prepared(step, axes, coordinates(mesh).get("pp", 0), mesh)
