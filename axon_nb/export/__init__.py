@@ -35,6 +35,8 @@ class ExportReport:
     """Number of dead cells that were omitted."""
     undefined: tuple[str, ...] = ()
     """Names that the script uses but does not define, according to ruff."""
+    commands: tuple[str, ...] = ()
+    """Lines of the notebook that gave ranks values which the script does not have, such as `%distributed load`."""
 
     def __str__(self) -> str:
         lines = [f"Wrote {self.target}: torchrun --nproc-per-node {self.num_ranks} {self.target}"]
@@ -48,6 +50,8 @@ class ExportReport:
             lines.append(
                 f"Omitted {cells} that nothing later depends on; if they drew random numbers, later draws differ."
             )
+        if self.commands:
+            lines.append(f"Not in the script, so values may differ from here on: {', '.join(self.commands)}.")
         if self.undefined:
             lines.append(f"Undefined names in the script: {', '.join(self.undefined)}.")
         return "\n".join(lines)
@@ -116,7 +120,7 @@ def _write(
     if data is not None:
         _save(data, {name: values[name] for name in script.file_names})
     _replace(target, text.encode())
-    return ExportReport(target, facts.num_ranks, data, script.paths, script.omitted, tuple(undefined))
+    return ExportReport(target, facts.num_ranks, data, script.paths, script.omitted, tuple(undefined), script.commands)
 
 
 def _save(path: Path, values: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from axon_nb.errors import UsageError
 from axon_nb.export.effects import called_name, effects, live_cells
-from axon_nb.export.steps import CellStep, History, SeedStep, Step, ValueStep, script_steps
+from axon_nb.export.steps import CellStep, CommandStep, History, SeedStep, Step, ValueStep, script_steps
 from axon_nb.export.translation import Imports, indent_code, packages_in, parse
 from axon_nb.records.history import SessionFacts
 
@@ -280,6 +280,8 @@ class Script(Struct, frozen=True):
     """Variables whose files must be named on the command line."""
     omitted: int
     """Number of dead cells that were omitted."""
+    commands: tuple[str, ...]
+    """Lines of the notebook that gave ranks values which the script does not have."""
 
 
 def make_script(
@@ -323,7 +325,8 @@ def make_script(
     sources = {
         way: tuple(s.name for s in kept if isinstance(s, ValueStep) and s.source == way) for way in ("file", "path")
     }
-    return Script(text, sources["file"], sources["path"], len(dead))
+    commands = tuple(step.line for step in kept if isinstance(step, CommandStep))
+    return Script(text, sources["file"], sources["path"], len(dead), commands)
 
 
 class _Writer:
@@ -342,6 +345,8 @@ class _Writer:
             return self._cell(step)
         if isinstance(step, SeedStep):
             return self._seed(step)
+        if isinstance(step, CommandStep):
+            return f"# {step.line}: gave the ranks values that this script does not have\n"
         return self._value(step)
 
     def _cell(self, step: CellStep) -> str:

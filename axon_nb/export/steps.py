@@ -25,6 +25,7 @@ from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts, wi
 from axon_nb.records.ranks import parse_ranks
 
 History = Sequence[ExecutedCell | PushedValues]
+_VALUES_CHANGED = re.compile(r"^%distributed (?:load|sync)\b.*(?<!\?)(?<!--help)$", re.MULTILINE)
 _NOTEBOOK_COMMANDS = re.compile(r"%(distributed|gather|inside|memory|pull|push|scatter|shards|timeline|watch)\b")
 """Commands that run in the notebook, even in auto mode: a cell with only such lines did not run on any rank."""
 _ON_RANKS = ("distributed", "rank")
@@ -72,7 +73,14 @@ class SeedStep(Struct):
     per_rank: bool
 
 
-Step = CellStep | ValueStep | SeedStep
+class CommandStep(Struct):
+    """A line of the notebook that gave ranks values which a script cannot have."""
+
+    line: str
+    """Such as ``%distributed load before``."""
+
+
+Step = CellStep | CommandStep | ValueStep | SeedStep
 
 
 class _Context(Struct):
@@ -192,6 +200,7 @@ def _plain_cell(context: _Context, cell: ExecutedCell) -> None:
             context.wanted.setdefault(count - 1, []).extend(names)
     if cell.outcome != "ok":
         return
+    context.steps += map(CommandStep, _VALUES_CHANGED.findall(cell.code))
     try:
         python = translate(cell.code)
         tree = parse(python.code)

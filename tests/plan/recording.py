@@ -48,7 +48,9 @@ def _watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         _inside.deep = True
         try:
-            _calls.setdefault(dist.get_rank(), []).append((self.group_name, name, _size(args["reduce_scatter" in name] if args else None)))
+            _calls.setdefault(dist.get_rank(), []).append(
+                (self.group_name, name, _size(args["reduce_scatter" in name] if args else None))
+            )
             return original(self, *args, **kwargs)
         finally:
             _inside.deep = False

@@ -446,6 +446,22 @@ def test_cells_that_were_taken_back_are_omitted(tmp_path: Path) -> None:
     assert not [name for name in ("wrong", "gone", "worse") if name in text]
 
 
+def test_commands_that_changed_values_are_named(tmp_path: Path) -> None:
+    source = notebook(
+        tmp_path / "n.ipynb",
+        (1, "%distributed start -n 2"),
+        (2, "%%distributed\nx = 1"),
+        (3, "%distributed load before"),
+        (4, "%distributed sync ?\n%distributed load --help\n%distributed status"),
+        (5, "%%distributed\nprint(x)"),
+    )
+    report = export_notebook(source, tmp_path / "t.py")
+    text = (tmp_path / "t.py").read_text()
+    assert text.index("x = 1") < text.index("# %distributed load before: gave the ranks") < text.index("print(x)")
+    assert report.commands == ("%distributed load before",)
+    assert "Not in the script, so values may differ from here on: %distributed load before." in str(report)
+
+
 def test_cells_of_auto_mode_are_cells_on_ranks(tmp_path: Path) -> None:
     source = notebook(
         tmp_path / "n.ipynb",
