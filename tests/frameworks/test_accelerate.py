@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.support.kernel import Kernel
@@ -123,6 +125,37 @@ fresh()
     reported = "axon_nb: Accelerate does not support FSDP on CPUs; it trains this model with DistributedDataParallel, "
     assert reported in reply.stdout
     assert all(reported in line for line in reply.lines())
+
+
+def test_loaded_session_trains_as_the_saved_one(two: Kernel, tmp_path: Path) -> None:
+    two.ok(
+        TRAIN
+        + """
+fresh()
+accelerator = Accelerator(gradient_accumulation_steps=2)
+model = torch.nn.Linear(4, 1)
+loader = DataLoader(TensorDataset(torch.arange(32.).reshape(8, 4) / 32, torch.ones(8, 1)), batch_size=1)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1), loader)
+batches = list(loader)[:3]
+
+def train():
+    for a, b in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.mse_loss(model(a), b))
+            optimizer.step()
+            optimizer.zero_grad()
+    return flat(model)
+train()
+"""
+    )
+    two.ok(f"%distributed save {tmp_path}/session")
+    two.ok("%%distributed\nresult = train()")
+    two.ok("%pull result")
+    two.ok("wanted = result")
+    two.ok(f"%distributed load {tmp_path}/session")
+    two.ok("%%distributed\nassert vars(accelerator.gradient_state) is vars(optimizer.gradient_state)\nresult = train()")
+    two.ok("%pull result")
+    two.ok("assert (wanted[0] == result[0]).all() and (wanted[1] == result[1]).all()")
 
 
 def test_aborted_step_can_be_rerun(two: Kernel) -> None:

@@ -353,7 +353,7 @@ def reduce_sharded(obj: Any, kind: type, old_size: int) -> Any:
     if issubclass(kind, nn.Module) and getattr(obj, "_is_fsdp_managed_module", False):
         plain = kind.__bases__[1] if issubclass(kind, loaded_class(*FSDP)) else kind
         return _new, (plain,), _without_fsdp(obj), None, None, nn.Module.__setstate__
-    if issubclass(kind, torch.optim.Optimizer):
+    if issubclass(kind, torch.optim.Optimizer) and kind.__getstate__ is torch.optim.Optimizer.__getstate__:
         state = {name: value for name, value in vars(obj).items() if name not in _STEP_WRAPPERS}
         return _new, (kind,), state, None, None, _set_optimizer
     if kind is weakref.ref:

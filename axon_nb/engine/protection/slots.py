@@ -247,6 +247,8 @@ class _Pickler(namespaces.NamespacePickler):
             return _make_mesh, (groups, obj.device_type, obj.mesh.tolist(), obj.mesh_dim_names)
         if (reduced := reduce_sharded(obj, kind, current().config.world_size)) is not None:
             return reduced
+        if (shared := namespaces.shared_state(obj, kind)) is not None:
+            return _make_sharing, (kind,), dict(shared), None, None, _set_shared
         return super().reduce_object(obj, kind)
 
     def raise_if_uncopyable(self, obj: Any, kind: type) -> None:
@@ -254,6 +256,17 @@ class _Pickler(namespaces.NamespacePickler):
         if is_sharded(obj):
             raise namespaces.CannotCopyError("is sharded by FSDP1: use `fully_shard`")
         namespaces.raise_if_of_process(kind)
+
+
+def _make_sharing(kind: Any) -> Any:
+    made = kind.__new__(kind)
+    made.__dict__ = kind._shared_state
+    return made
+
+
+def _set_shared(obj: Any, state: dict[str, Any]) -> None:
+    vars(obj).clear()
+    vars(obj).update(state)
 
 
 def _declare(tensor: torch.Tensor, state: tuple[Any, ...]) -> None:

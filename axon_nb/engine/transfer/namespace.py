@@ -305,6 +305,8 @@ class NamespacePickler(StatePickler):
             return _new, (kind,), (dict(vars(obj)), of_this_rank), None, None, _set_sampler
         if issubclass(kind, LRScheduler):
             return _new, (kind,), dict(vars(obj)), None, None, _set_scheduler
+        if shared_state(obj, kind) is not None:
+            return kind, ()  # another rank has its own
         return super().reduce_object(obj, kind)
 
     def raise_if_uncopyable(self, obj: Any, kind: type) -> None:
@@ -324,6 +326,12 @@ def raise_if_of_process(kind: type) -> None:
         raise CannotCopyError("is an open file, which stays with its process")
     if issubclass(kind, types.GeneratorType):
         raise CannotCopyError("is a generator, which stays with its process")
+
+
+def shared_state(obj: Any, kind: Any) -> dict[str, Any] | None:
+    """Return the attributes that all objects of a class share in a process, as Accelerate's states do; else None."""
+    shared = getattr(kind, "_shared_state", None)
+    return shared if isinstance(shared, dict) and getattr(obj, "__dict__", None) is shared else None
 
 
 def _new(kind: Any) -> Any:
