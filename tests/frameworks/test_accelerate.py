@@ -158,6 +158,25 @@ train()
     two.ok("assert (wanted[0] == result[0]).all() and (wanted[1] == result[1]).all()")
 
 
+def test_replaced_rank_has_its_own_place_and_the_states_of_the_others(two: Kernel) -> None:
+    two.ok(
+        TRAIN
+        + """
+fresh()
+accelerator = Accelerator(gradient_accumulation_steps=2)
+model = net().double()
+optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+"""
+    )
+    two.run("%%distributed\nif rank == 1: os._exit(3)\ndist.barrier()")
+    two.ok("%distributed repair --from 0")
+    two.ok(
+        "%%distributed\nassert (accelerator.process_index, accelerator.num_processes) == (rank, 2)\n"
+        "assert optimizer.gradient_state.num_steps == 2\n"
+        "assert vars(optimizer.gradient_state) is vars(accelerator.gradient_state)\noptimizer.step()"
+    )
+
+
 def test_aborted_step_can_be_rerun(two: Kernel) -> None:
     two.ok(TRAIN)
     two.ok(

@@ -305,8 +305,8 @@ class NamespacePickler(StatePickler):
             return _new, (kind,), (dict(vars(obj)), of_this_rank), None, None, _set_sampler
         if issubclass(kind, LRScheduler):
             return _new, (kind,), dict(vars(obj)), None, None, _set_scheduler
-        if shared_state(obj, kind) is not None:
-            return kind, ()  # another rank has its own
+        if (shared := shared_state(obj, kind)) is not None:
+            return _join_shared, (kind, dict(shared))
         return super().reduce_object(obj, kind)
 
     def raise_if_uncopyable(self, obj: Any, kind: type) -> None:
@@ -332,6 +332,17 @@ def shared_state(obj: Any, kind: Any) -> dict[str, Any] | None:
     """Return the attributes that all objects of a class share in a process, as Accelerate's states do; else None."""
     shared = getattr(kind, "_shared_state", None)
     return shared if isinstance(shared, dict) and getattr(obj, "__dict__", None) is shared else None
+
+
+def _join_shared(kind: Any, state: dict[str, Any]) -> Any:
+    """Make one on another rank; what says which rank it is on, and its device, are that rank's own."""
+    shared: dict[str, Any] = kind._shared_state
+    if not shared:
+        own = vars(loaded_class("accelerate.state", "PartialState")())
+        shared.update({name: own.get(name, value) for name, value in state.items()})
+    made = kind.__new__(kind)
+    made.__dict__ = shared
+    return made
 
 
 def _new(kind: Any) -> Any:
