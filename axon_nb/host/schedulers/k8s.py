@@ -92,7 +92,6 @@ class Client:
 
     def __init__(self) -> None:
         from kubernetes import client, config
-        from urllib3.exceptions import HTTPError
 
         try:
             config.load_config()
@@ -103,7 +102,7 @@ class Client:
                 "with which `kubectl get pods` works."
             ) from None
         self.error: Any = client.ApiException
-        self.unreached = HTTPError
+        self.unreached: Any = client.rest.urllib3.exceptions.HTTPError
         self.core, self.batch, self.version = client.CoreV1Api(), client.BatchV1Api(), client.VersionApi()
         self.authorization = client.AuthorizationV1Api()
         own = _ACCOUNT.read_text().strip() if _ACCOUNT.exists() else contexts[0].get("namespace", "default")
