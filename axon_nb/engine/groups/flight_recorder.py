@@ -196,7 +196,8 @@ def _call(entry: dict[str, Any], group: str, ranks: Sequence[int], now: int) -> 
 def _payload(entry: dict[str, Any]) -> int:
     """Bytes of the whole tensor: an all_gather's output, a reduce_scatter's input."""
     tensors = (zip(entry[f"{side}_sizes"], entry[f"{side}_dtypes"], strict=False) for side in ("input", "output"))
-    return max(sum(prod(size) * _BYTES.get(dtype, 0) for size, dtype in each) for each in tensors)
+    sums: list[int] = [sum(prod(size) * _BYTES.get(dtype, 0) for size, dtype in each) for each in tensors]
+    return max(sums)
 
 
 def native_waits(
